@@ -1,0 +1,111 @@
+"""Facts of a model's architecture and settings of an engine: the dataclasses only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+DTypeName = Literal["auto", "float32", "float16", "bfloat16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding (Su et al. 2021) and its scaling.
+
+    Attributes:
+        kind: ``default``, ``linear`` or ``llama3`` (the wavelength-dependent rule of Llama 3.1).
+        interleaved: pairs are (0, 1), (2, 3), ... instead of (0, d/2), (1, d/2 + 1), ...
+    """
+
+    theta: float
+    dim: int
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerConfig:
+    """Architecture of a decoder.
+
+    Attributes:
+        family: key of ``models.families``.
+        window: sliding window in tokens; a query sees that many keys, itself included. None for all.
+        tied: the output head is the embedding matrix.
+        dtype: type of the stored weights, what ``auto`` follows.
+        eos_token_ids: end tokens that the checkpoint names.
+    """
+
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+    norm_eps: float
+    activation: Literal["silu", "gelu", "gelu_tanh"]
+    rope: Rope
+    tied: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    window_layers: tuple[bool, ...] | None = None
+    dtype: DTypeName = "bfloat16"
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. Field names are the flags of the command line.
+
+    Attributes:
+        model: path of a checkpoint folder or a GGUF file (names are resolved before).
+        dtype: type of weights and activations; auto follows the checkpoint, BF16 on a CPU that has it.
+        device: auto takes CUDA when there is one.
+        block_size: tokens per KV block.
+        max_rows: sequences that run at the same time.
+        max_tokens_per_step: tokens that one step computes at most; longer prompts are cut in chunks.
+        max_length: most tokens of prompt and output; None for the model's own limit.
+        memory_fraction: share of the device's memory that the engine may use (CUDA: of the total;
+            CPU: of what is free at start).
+        kv_cache_bytes: bytes of the KV cache; None lets ``memory_fraction`` and the need decide.
+        num_blocks: exact number of KV blocks; overrides the sizes above.
+        prefix_cache: reuse blocks of equal prefixes.
+        deterministic: tokens of a request do not depend on what else runs; slower.
+        threads: CPU threads; None for the physical cores.
+        max_waiting: requests that may wait beyond those that can run; 0 for no limit.
+        queue_timeout_us: how long a request may wait, in microseconds; 0 for no limit.
+        queue_delay_us: how long an idle engine collects arrivals before its first step, in microseconds.
+        preferred_rows: numbers of waiting requests that end that wait at once.
+        allow_bin: read pickled ``.bin`` shards (weights only, in a child process).
+        seed: of everything random that a request does not seed itself.
+    """
+
+    model: str
+    dtype: DTypeName = "auto"
+    device: DeviceName = "auto"
+    block_size: int = 16
+    max_rows: int = 64
+    max_tokens_per_step: int = 512
+    max_length: int | None = None
+    memory_fraction: float = 0.9
+    kv_cache_bytes: int | None = None
+    num_blocks: int | None = None
+    prefix_cache: bool = True
+    deterministic: bool = False
+    threads: int | None = None
+    max_waiting: int = 0
+    queue_timeout_us: int = 0
+    queue_delay_us: int = 0
+    preferred_rows: tuple[int, ...] = field(default=())
+    allow_bin: bool = False
+    seed: int = 0
