@@ -1,0 +1,72 @@
+"""Backends by the names that a configuration may give them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tritium.errors import Code, TritiumError, invalid
+
+if TYPE_CHECKING:
+    from tritium.backends.base import Backend
+
+BACKENDS: dict[str, str] = {
+    "tritium": "tritium.backends.llm:LlmBackend",
+    "tensorrtllm": "tritium.backends.llm:LlmBackend",
+    "vllm": "tritium.backends.llm:LlmBackend",
+}
+# ``platform`` is the older field; it counts when ``backend`` is empty.
+PLATFORMS: dict[str, str] = {
+    "tensorrt_llm": "tensorrtllm",
+}
+# What lies in a version folder says which backend a model without a configuration needs; the first hit counts.
+MARKS: tuple[tuple[str, str], ...] = (
+    ("model.json", "vllm"),
+    ("*.gguf", "tritium"),
+    ("*.safetensors", "tritium"),
+    ("*.safetensors.index.json", "tritium"),
+    ("pytorch_model*.bin", "tritium"),
+)
+
+
+def detect(version_folder: Path) -> str:
+    """The backend that the files of a version folder (or of the only folder in it) ask for; "" for none."""
+    try:
+        entries = sorted(version_folder.iterdir())
+    except OSError:
+        return ""
+    folders = [e for e in entries if e.is_dir() and not e.name.startswith(".")]
+    for pattern, backend in MARKS:
+        if any(e.match(pattern) for e in entries):
+            return backend
+    if len(folders) == 1:
+        for pattern, backend in MARKS:
+            if any(True for _ in folders[0].glob(pattern)):
+                return backend
+    return ""
+
+
+def find(backend: str, platform: str, model: str) -> type[Backend]:
+    """The class for the ``backend`` and ``platform`` of a configuration; imports it.
+
+    Raises:
+        TritiumError: INVALID_ARGUMENT when neither names a backend that there is.
+    """
+    name = backend or PLATFORMS.get(platform, "")
+    target = BACKENDS.get(name)
+    if target is None:
+        if not backend and not platform:
+            raise invalid(f"must specify 'backend' or 'platform' for '{model}', none was given and no file tells it")
+        raise invalid(
+            f"unable to find backend library for backend '{backend or platform}', "
+            "try specifying runtime on the model configuration.",
+            param="backend" if backend else "platform",
+        )
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ImportError as error:
+        raise TritiumError(
+            Code.UNAVAILABLE, f"backend '{name}' cannot be used here: {error}", param="backend"
+        ) from error

@@ -1,0 +1,195 @@
+"""What every backend is: it is told a configuration, completes it, loads, answers requests, unloads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Protocol
+
+from tritium.backends.config import ModelConfig
+from tritium.llm.types import EngineInfo, EngineStats, GenerateRequest, TokenDelta
+from tritium.types import InferRequest, InferResponse
+
+if TYPE_CHECKING:
+    from tritium.llm.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadContext:
+    """What a backend is told of the model that it shall load.
+
+    Attributes:
+        version: of the model, as it is written on the wire.
+        version_folder: ``<repository>/<model>/<version>``; None when a checkpoint is served without a repository.
+        model_folder: ``<repository>/<model>``; None likewise.
+        config: as the file says it, with the server's own completions but not yet the backend's.
+        triton_config: the ``triton_config.json`` of the model, those of the version folder winning; empty without one.
+        checkpoint: the checkpoint that the operator named outright; None when the backend finds it.
+        settings: settings of the server for every model (the command line's engine flags, by field name);
+            only those that were given. The model's own ``parameters`` win over them.
+    """
+
+    name: str
+    version: str
+    config: ModelConfig
+    version_folder: Path | None = None
+    model_folder: Path | None = None
+    triton_config: Mapping[str, object] = field(default_factory=dict[str, object])
+    checkpoint: Path | None = None
+    settings: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+class TokenObserver(Protocol):
+    """Where times of single tokens go; ``observability.metrics.ModelMetrics`` has this shape."""
+
+    def observe_queue(self, seconds: float) -> None:
+        """A sequence waited that long for its first step."""
+        ...
+
+    def observe_first_token(self, seconds: float) -> None:
+        """A sequence had its first token that long after its arrival."""
+        ...
+
+    def observe_inter_token(self, seconds: float, count: int = 1) -> None:
+        """``count`` tokens followed their forerunners, each ``seconds`` after the one before."""
+        ...
+
+
+@dataclass(slots=True)
+class Timing:
+    """Times and executions of one inference request; the server makes it, the backend fills it in.
+
+    Attributes:
+        queue_ns: from arrival to the first step; the longest of the rows.
+        input_ns: spent on making the backend's own form of the inputs.
+        output_ns: spent on making the answers.
+        executions: the request's share of the backend's executions: 1 / (rows that ran together), summed over
+            the rows of the request, so that inferences / executions is the mean batch.
+    """
+
+    observer: TokenObserver | None = None
+    queue_ns: int = 0
+    input_ns: int = 0
+    output_ns: int = 0
+    executions: float = 0.0
+
+    async def watch(self, request: GenerateRequest, deltas: AsyncIterator[TokenDelta]) -> AsyncGenerator[TokenDelta]:
+        """Passes the deltas of one sequence on and takes its times from them.
+
+        A backend puts it around each sequence that it starts for an ``InferRequest``; around
+        ``TextBackend.generate`` the server does so itself. Closing it closes ``deltas``.
+        """
+        last_ns = 0
+        try:
+            async for delta in deltas:
+                if delta.tokens:
+                    last_ns = self._tokens(request, delta, last_ns)
+                if delta.finish is not None:
+                    self.executions += delta.exec_share
+                yield delta
+        finally:
+            if isinstance(deltas, AsyncGenerator):
+                await deltas.aclose()
+
+    def _tokens(self, request: GenerateRequest, delta: TokenDelta, last_ns: int) -> int:
+        now = monotonic_ns()
+        count = len(delta.tokens)
+        if not last_ns:
+            self.queue_ns = max(self.queue_ns, delta.queue_ns)
+            if self.observer is not None:
+                first_ns = delta.first_token_ns or now
+                self.observer.observe_queue(delta.queue_ns / 1e9)
+                self.observer.observe_first_token(max(0, first_ns - request.arrived_ns) / 1e9)
+        elif self.observer is not None:
+            self.observer.observe_inter_token((now - last_ns) / count / 1e9, count)
+        return now
+
+
+class Backend(ABC):
+    """One loaded version of a model.
+
+    Life: constructed with its context, ``complete``, ``load``, any number of requests, ``unload`` (also after
+    a ``load`` that failed or was cancelled). All methods are called on the event loop; what blocks belongs in
+    a thread or a process of the backend.
+    """
+
+    def __init__(self, context: LoadContext) -> None:
+        self.context = context
+
+    async def complete(self, config: ModelConfig) -> ModelConfig:
+        """Fills in what the file leaves open, most of all inputs and outputs; checks what only the backend knows.
+
+        Called once, before ``load``. Returns ``dataclasses.replace(config, ...)``; ``source`` is brought
+        into step by the server.
+
+        Raises:
+            TritiumError: INVALID_ARGUMENT naming the field, the value and what was expected.
+        """
+        return config
+
+    @abstractmethod
+    async def load(self) -> None:
+        """Makes the model ready to answer; returns when a request would be answered.
+
+        Raises:
+            TritiumError: the model cannot be loaded; the message is shown to the operator.
+        """
+
+    @abstractmethod
+    async def unload(self) -> None:
+        """Frees everything; requests that still run end with an UNAVAILABLE error. The second time it does nothing."""
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether requests make progress now."""
+
+    def reason(self) -> str:
+        """Why it is not ready; "" when it is."""
+        return ""
+
+    @abstractmethod
+    def stream(self, request: InferRequest, timing: Timing) -> AsyncIterator[InferResponse]:
+        """Answers one request that fits the completed configuration.
+
+        The backend schedules it. Exactly one answer, the last, is ``final``; ``model``, ``version`` and ``id``
+        of the answers are filled in by the server. ``request.timeout_us`` is the longest wait that the
+        queue policy and the request agree on, 0 for no limit. Closing the iterator cancels the request and
+        frees what it holds.
+
+        Raises:
+            TritiumError: instead of the final answer.
+        """
+
+
+class TextBackend(Backend):
+    """A backend that continues sequences of tokens; the attributes hold once ``load`` has returned.
+
+    Attributes:
+        max_length: most tokens of prompt and output together.
+        vocab_size: token ids are below it.
+        sampling_defaults: what ``llm.params.make_params`` takes as the model's own values.
+    """
+
+    tokenizer: Tokenizer
+    max_length: int
+    vocab_size: int
+    sampling_defaults: Mapping[str, object]
+
+    @abstractmethod
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        """Continues one sequence; the last delta, and only that, has ``finish``. Closing the iterator aborts.
+
+        Raises:
+            TritiumError: instead of the last delta.
+        """
+
+    @abstractmethod
+    def engine_stats(self) -> list[EngineStats]:
+        """Levels and counters of each engine, always in the same order and number once loaded."""
+
+    @abstractmethod
+    def engine_info(self) -> EngineInfo:
+        """What the first engine said of itself when it became ready."""

@@ -1,0 +1,1 @@
+"""Which model answers, in which version, and when: repositories, configurations, states, counters."""

@@ -1,0 +1,275 @@
+"""Catalog: the models that are wanted and those that are there, and the loads and unloads between."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tritium.errors import Code, TritiumError, invalid
+from tritium.observability import logs
+from tritium.observability.metrics import Metrics
+from tritium.serving.model import Model, State
+from tritium.serving.repository import Plan, Repository
+from tritium.serving.views import IndexEntry
+
+_log = logs.get(__name__)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One name: its versions, and what is wanted of it.
+
+    Attributes:
+        models: the current versions, by number; also those that failed or were unloaded.
+        fingerprint: of the files that ``models`` were loaded from; "" when a load must not be skipped.
+        polled: its configuration could be read at least once.
+        wanted: a load was asked for later than any unload.
+        lock: held while the name is being loaded.
+    """
+
+    models: dict[int, Model] = field(default_factory=dict[int, Model])
+    fingerprint: str = ""
+    polled: bool = False
+    wanted: bool = True
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def serving(self) -> list[Model]:
+        """The ready versions, ascending."""
+        return [self.models[v] for v in sorted(self.models) if self.models[v].state is State.READY]
+
+
+class Catalog:
+    """The models of one server.
+
+    Args:
+        load_limit: models that load at the same time.
+
+    Attributes:
+        failures: why the last load of a name failed; gone when one succeeds.
+    """
+
+    def __init__(self, repository: Repository, metrics: Metrics | None, load_limit: int) -> None:
+        self.failures: dict[str, str] = {}
+        self._repository = repository
+        self._metrics = metrics
+        self._slots = asyncio.Semaphore(load_limit)
+        self._entries: dict[str, Entry] = {}
+        self._missing: set[str] = set()
+        self._leaving: set[Model] = set()
+        self._loads: set[asyncio.Task[None]] = set()
+        self._leaves: set[asyncio.Task[None]] = set()
+
+    def models(self) -> list[Model]:
+        """All current versions of all names, by name and number."""
+        return [entry.models[v] for _, entry in sorted(self._entries.items()) for v in sorted(entry.models)]
+
+    def serving(self, name: str) -> list[Model]:
+        """The ready versions of a name, ascending; none for an unknown one."""
+        entry = self._entries.get(name)
+        return entry.serving() if entry is not None else []
+
+    def find(self, name: str, version: str) -> Model:
+        """The version that was asked for, or the highest ready one for "".
+
+        Raises:
+            TritiumError: NOT_FOUND, UNAVAILABLE or INVALID_ARGUMENT in Triton's words.
+        """
+        number = parse_version(version)
+        entry = self._entries.get(name)
+        unknown = f"Request for unknown model: '{name}'"
+        if entry is None or not entry.models:
+            raise TritiumError(Code.NOT_FOUND, f"{unknown} is not found", param="model", reason="model_not_found")
+        if number is None:
+            serving = entry.serving()
+            if not serving:
+                raise TritiumError(
+                    Code.NOT_FOUND, f"{unknown} has no available versions", param="model", reason="model_not_found"
+                )
+            return serving[-1]
+        model = entry.models.get(number)
+        if model is None:
+            raise TritiumError(
+                Code.NOT_FOUND, f"{unknown} version {number} is not found", param="model", reason="model_not_found"
+            )
+        if model.state is not State.READY:
+            raise TritiumError(Code.UNAVAILABLE, f"{unknown} version {number} is not at ready state", param="model")
+        return model
+
+    def ready(self) -> bool:
+        """Whether each model makes progress, apart from those that were unloaded.
+
+        A model whose load failed counts, also after an unload, until a load succeeds: so does Triton.
+        """
+        return not self._missing and all(model.ready() or model.unloaded for model in self.models())
+
+    def index(self, ready_only: bool) -> list[IndexEntry]:
+        """A line for each version; a name that was never loaded has a line of its own."""
+        found: list[IndexEntry] = []
+        for name in sorted({*self._repository.names(), *self._entries}):
+            entry = self._entries.get(name)
+            if entry is None or not (entry.models or entry.polled):
+                found.append(IndexEntry(name, "", "", ""))
+                continue
+            for number in sorted(entry.models):
+                model = entry.models[number]
+                reason = model.reason if model.state is State.UNAVAILABLE else ""
+                found.append(IndexEntry(name, model.version, model.state.value, reason))
+        return [line for line in found if line.state == State.READY.value] if ready_only else found
+
+    async def start(self, names: Sequence[str]) -> None:
+        """Loads the first models side by side; failures are logged and kept in ``failures``."""
+        await asyncio.gather(*(self._first_load(name, self._load(name, None)) for name in names))
+
+    async def start_single(self, plan: Plan) -> None:
+        """Loads the only model of a server without a repository."""
+        await self._first_load(plan.name, self._replace(self._entry(plan.name), plan))
+
+    async def load(self, name: str, override: str | None) -> None:
+        """Loads a name in a task of its own, which goes on when the caller gives up.
+
+        Args:
+            override: a configuration in JSON in place of the file.
+
+        Raises:
+            TritiumError: why it failed; UNAVAILABLE when the server drains meanwhile.
+        """
+        await self._in_task(self._load(name, override))
+
+    def unload(self, name: str) -> None:
+        """Takes a name out of service; a load of it that is under way is undone when it ends."""
+        entry = self._entries.get(name)
+        if entry is not None:
+            entry.wanted = False
+            entry.fingerprint = ""
+            self._retire(entry.serving())
+
+    async def close(self, timeout_s: float) -> None:
+        """Gives up loads, waits for running requests for at most ``timeout_s``, unloads everything."""
+        loads = list(self._loads)
+        for task in loads:
+            task.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
+        models = {*self.models(), *self._leaving}
+        for model in models:
+            model.retire()
+        idle = await asyncio.gather(*(model.wait_idle(timeout_s) for model in models))
+        if not all(idle):
+            _log.warning("requests are cut off", running=sum(model.running for model in models))
+        await asyncio.gather(*(model.unload() for model in models))
+        await asyncio.gather(*self._leaves, return_exceptions=True)
+
+    async def _first_load(self, name: str, load: Coroutine[Any, Any, None]) -> None:
+        try:
+            await self._in_task(load)
+        except TritiumError as error:
+            self._missing.add(name)
+            self.failures[name] = error.message
+            _log.error("model cannot be loaded", model=name, error=error.message)
+
+    async def _in_task(self, load: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(load)
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+        # Whoever waits is told; when nobody does any more, the error must still count as seen.
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise TritiumError(Code.UNAVAILABLE, "server is draining") from None
+            raise
+
+    def _entry(self, name: str) -> Entry:
+        return self._entries.setdefault(name, Entry())
+
+    async def _load(self, name: str, override: str | None) -> None:
+        """Reads the files of a name and makes what is there follow them."""
+        # Looked up before there is an entry, so that made-up names leave nothing behind.
+        await asyncio.to_thread(self._repository.find, name)
+        entry = self._entry(name)
+        entry.wanted = True
+        async with entry.lock:
+            try:
+                plan = await asyncio.to_thread(self._repository.plan, name, override)
+                entry.polled = True
+                if override is not None or plan.fingerprint != entry.fingerprint or not entry.serving():
+                    await self._replace(entry, plan)
+            except TritiumError as error:
+                entry.polled = entry.polled or error.code is not Code.INTERNAL
+                self.failures[name] = error.message
+                raise
+
+    async def _replace(self, entry: Entry, plan: Plan) -> None:
+        """Loads what a plan asks for beside what is there, then swaps; all versions or none."""
+        old = entry.serving()
+        models = {int(context.version): Model(context, self._metrics) for context in plan.contexts}
+        if not old:
+            entry.models = models
+        async with self._slots:
+            await _load_all(plan.name, list(models.values()))
+        self._retire(old)
+        for model in models.values():
+            model.open()
+        entry.models, entry.fingerprint, entry.polled = models, plan.fingerprint, True
+        self.failures.pop(plan.name, None)
+        self._missing.discard(plan.name)
+        if not entry.wanted:
+            self.unload(plan.name)
+
+    def _retire(self, models: Sequence[Model]) -> None:
+        """Unloads models as soon as their requests have ended; they take no new ones from now on."""
+        for model in models:
+            model.retire()
+            self._leaving.add(model)
+            task = asyncio.create_task(self._leave(model))
+            self._leaves.add(task)
+            task.add_done_callback(self._leaves.discard)
+
+    async def _leave(self, model: Model) -> None:
+        await model.wait_idle()
+        await model.unload()
+        self._leaving.discard(model)
+        _log.info("model is unloaded", model=model.name, version=model.version)
+
+
+async def _load_all(name: str, models: Sequence[Model]) -> None:
+    """Loads all of them or none.
+
+    Raises:
+        TritiumError: INVALID_ARGUMENT in Triton's words, naming each version that failed and why.
+    """
+    started = time.monotonic()
+    try:
+        results = await asyncio.gather(*(model.load() for model in models), return_exceptions=True)
+        failed = [model for model, result in zip(models, results, strict=True) if result is not None]
+    except asyncio.CancelledError:
+        await asyncio.gather(*(model.unload() for model in models))
+        raise
+    if failed:
+        await asyncio.gather(*(model.unload() for model in models))
+        reasons = "".join(f"version {m.version} is at UNAVAILABLE state: {m.reason};\n" for m in failed)
+        raise invalid(f"load failed for model '{name}': {reasons}")
+    for model in models:
+        seconds = round(time.monotonic() - started, 3)
+        _log.info("model is loaded", model=name, version=model.version, seconds=seconds)
+
+
+def parse_version(version: str) -> int | None:
+    """The number of a version as a client writes it; None for "".
+
+    Raises:
+        TritiumError: INVALID_ARGUMENT when it is no integer of 64 bits, or negative.
+    """
+    if not version:
+        return None
+    digits = version.removeprefix("-")
+    if len(digits) < 20 and digits.isascii() and digits.isdecimal() and -1 < int(version) < 1 << 63:
+        return int(version)
+    raise invalid(
+        f"failed to get model version from specified version string '{version}' (details: stol), "
+        "version should be an integral value > 0",
+        param="version",
+    )

@@ -1,0 +1,341 @@
+"""Model: one served name and version, with its state, its running requests and its counters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from tritium.backends import find
+from tritium.backends.base import Backend, LoadContext, TextBackend, Timing
+from tritium.backends.config import ModelConfig
+from tritium.errors import Code, TritiumError
+from tritium.llm.types import GenerateRequest, TokenDelta
+from tritium.observability import logs
+from tritium.observability.metrics import Metrics
+from tritium.serving.config import render
+from tritium.serving.config_checks import check_config, without_effect
+from tritium.serving.request_checks import check_request
+from tritium.serving.stats import ModelStats
+from tritium.types import InferRequest, InferResponse
+
+_log = logs.get(__name__)
+
+
+class State(Enum):
+    """Where a model is in its life; the values are those of Triton's repository index."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(slots=True)
+class _Run:
+    """One request that is running, until it is ended once, well or badly."""
+
+    stats: ModelStats
+    rows: int
+    arrived_ns: int
+    timing: Timing
+    ended: bool = False
+
+    def succeed(self) -> None:
+        self.ended = True
+        self.stats.succeeded(self.rows, time.monotonic_ns() - self.arrived_ns, self.timing)
+
+    def fail(self, code: Code) -> None:
+        if not self.ended:
+            self.ended = True
+            self.stats.failed(code, time.monotonic_ns() - self.arrived_ns, self.timing)
+
+
+class Model:
+    """One version of a model.
+
+    Args:
+        context: what its backend is told.
+        metrics: the registry of the server; None where nobody reads it.
+
+    Attributes:
+        config: as the file says it; once loaded, as the backend completed it.
+        created_s: when it became ready, in seconds since the epoch; 0 before.
+    """
+
+    def __init__(self, context: LoadContext, metrics: Metrics | None = None) -> None:
+        self.context = context
+        self.name = context.name
+        self.version = context.version
+        self.config: ModelConfig = context.config
+        self.state = State.LOADING
+        self.created_s = 0
+        self.stats = ModelStats(self.name, self.version)
+        self._metrics = metrics
+        self._backend: Backend | None = None
+        self._reason = ""
+        self._failed = False
+        self._unloading = asyncio.Lock()
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def reason(self) -> str:
+        """Why it is unavailable, or not ready for the moment; "" when neither."""
+        if self.state is State.READY and self._backend is not None:
+            return self._backend.reason()
+        return self._reason
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return self._running
+
+    def ready(self) -> bool:
+        """Whether a request would be answered now."""
+        return self.state is State.READY and self._backend is not None and self._backend.ready()
+
+    @property
+    def unloaded(self) -> bool:
+        """Whether it went out of service because it was told to."""
+        return self.state is State.UNAVAILABLE and not self._failed
+
+    async def load(self) -> None:
+        """Loads the backend; ``open`` then makes it READY. Or makes it UNAVAILABLE with the reason.
+
+        Raises:
+            TritiumError: why it cannot be loaded.
+        """
+        try:
+            backend = await self._load_backend()
+        except TritiumError as error:
+            self.fail(error)
+            raise
+        except Exception as error:
+            cause = _unexpected(self.name, "load", error)
+            self.fail(cause)
+            raise cause from error
+        except asyncio.CancelledError:
+            self.fail(TritiumError(Code.CANCELLED, "the load was given up"))
+            raise
+        self._backend = backend
+
+    def open(self) -> None:
+        """Takes requests from now on, and counts; where a version is replaced, the old one has retired before."""
+        if self._backend is None:
+            raise self._not_loaded()
+        self.created_s = int(time.time())
+        self._count(self._backend)
+        self.state = State.READY
+
+    async def _load_backend(self) -> Backend:
+        backend = find(self.config.backend, self.config.platform, self.name)(self.context)
+        fields = without_effect(self.config.source)
+        if fields:
+            _log.warning("fields of the configuration have no effect here", model=self.name, fields=", ".join(fields))
+        try:
+            config = await backend.complete(self.config)
+            check_config(config)
+            await backend.load()
+            self.config = render(_placed(config, backend))
+        except BaseException:
+            await _unload_quietly(backend, self.name)
+            raise
+        return backend
+
+    def fail(self, error: TritiumError) -> None:
+        """Makes it UNAVAILABLE, with the reason as Triton writes it: the code in words, then the message."""
+        self.state = State.UNAVAILABLE
+        self._failed = True
+        self._reason = f"{error.code.value.replace('_', ' ').capitalize()}: {error.message}"
+
+    def retire(self) -> None:
+        """Takes no new requests from now on; ``unload`` follows."""
+        if self.state is State.READY and self._metrics is not None:
+            self._metrics.remove_model(self.name, self.version)
+        if self.state in (State.READY, State.LOADING):
+            self.state = State.UNLOADING
+
+    async def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Waits until no request is running; False when the time ran out first."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def unload(self) -> None:
+        """Frees the backend, whose running requests end with an error, and is UNAVAILABLE after that.
+
+        Returns when it is done, also when another call began it. A model that failed stays as it is.
+        """
+        if self._failed:
+            return
+        self.retire()
+        async with self._unloading:
+            backend, self._backend = self._backend, None
+            if backend is not None:
+                await _unload_quietly(backend, self.name)
+            self.state = State.UNAVAILABLE
+            self._reason = "unloaded"
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        """Answers a request that wants exactly one answer.
+
+        Raises:
+            TritiumError: UNIMPLEMENTED for a decoupled model that is no language model (those answer once when
+                no stream is asked for); whatever ``stream`` raises.
+        """
+        if self.config.decoupled and not isinstance(self._backend, TextBackend):
+            raise TritiumError(
+                Code.UNIMPLEMENTED, "ModelInfer RPC doesn't support models with decoupled transaction policy"
+            )
+        found: InferResponse | None = None
+        async with aclosing(self.stream(request)) as answers:
+            async for answer in answers:
+                if answer.empty:
+                    continue
+                if found is not None:
+                    raise TritiumError(
+                        Code.INVALID_ARGUMENT,
+                        f"model '{self.name}' gives more than one answer to this request, expected one; "
+                        "ask for them as a stream, or do not set 'stream'",
+                        param="stream",
+                    )
+                found = answer
+        if found is None:
+            raise TritiumError(Code.INTERNAL, f"model '{self.name}' gave no answer")
+        if found.error is not None:
+            raise found.error
+        return found
+
+    async def stream(self, request: InferRequest) -> AsyncGenerator[InferResponse]:
+        """Answers a request; the last answer, and only that, is ``final``. Closing it cancels the request.
+
+        Raises:
+            TritiumError: the request does not fit the configuration, or instead of the final answer.
+        """
+        rows = check_request(self.config, request)
+        if self.config.batching is not None:
+            request.timeout_us = self.config.batching.policy.wait_us(request.timeout_us)
+        with self._run(rows, request.arrived_ns) as (run, backend):
+            async with _closing(backend.stream(request, run.timing)) as answers:
+                async for answer in answers:
+                    answer.model, answer.version, answer.id = self.name, self.version, request.id
+                    if answer.final:
+                        run.succeed()
+                    yield answer
+                    if answer.final:
+                        return
+            raise TritiumError(Code.INTERNAL, f"model '{self.name}' ended without a final answer")
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta]:
+        """Continues one sequence; the last delta, and only that, has ``finish``. Closing it aborts.
+
+        Raises:
+            TritiumError: INVALID_ARGUMENT when this is no language model; or instead of the last delta.
+        """
+        self.text_backend()
+        with self._run(1, request.arrived_ns) as (run, backend):
+            assert isinstance(backend, TextBackend)
+            async with aclosing(run.timing.watch(request, backend.generate(request))) as deltas:
+                async for delta in deltas:
+                    if delta.error is not None:
+                        raise delta.error.exception()
+                    if delta.finish is not None:
+                        run.succeed()
+                    yield delta
+                    if delta.finish is not None:
+                        return
+            raise TritiumError(Code.INTERNAL, f"model '{self.name}' ended without a finish reason")
+
+    def text_backend(self) -> TextBackend:
+        """Its backend, if it is a language model.
+
+        Raises:
+            TritiumError: INVALID_ARGUMENT when it is none; UNAVAILABLE when it is not loaded.
+        """
+        if isinstance(self._backend, TextBackend):
+            return self._backend
+        if self._backend is None:
+            raise self._not_loaded()
+        raise TritiumError(Code.INVALID_ARGUMENT, f"model '{self.name}' is not a language model", param="model")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is a language model that is loaded."""
+        return isinstance(self._backend, TextBackend)
+
+    @contextmanager
+    def _run(self, rows: int, arrived_ns: int) -> Generator[tuple[_Run, Backend]]:
+        """Counts a request from here to its end; an error of any kind becomes a TritiumError."""
+        backend = self._backend
+        if backend is None or self.state is not State.READY:
+            raise self._not_loaded()
+        run = _Run(self.stats, rows, arrived_ns, Timing(self.stats.metrics if self.is_text else None))
+        self._running += 1
+        self._idle.clear()
+        try:
+            yield run, backend
+        except TritiumError as error:
+            run.fail(error.code)
+            raise
+        except Exception as error:
+            run.fail(Code.INTERNAL)
+            raise _unexpected(self.name, "answer", error) from error
+        finally:
+            # Left open by a client that went away (GeneratorExit, CancelledError).
+            run.fail(Code.CANCELLED)
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    def _not_loaded(self) -> TritiumError:
+        return TritiumError(Code.NOT_FOUND, f"Request for unknown model: '{self.name}' has no available versions")
+
+    def _count(self, backend: Backend) -> None:
+        """Begins to count; metrics of an earlier load of the same version begin anew, as in Triton."""
+        if self._metrics is None:
+            return
+        text = isinstance(backend, TextBackend)
+        self.stats.metrics = self._metrics.add_model(self.name, self.version, "llm" if text else "model")
+        if isinstance(backend, TextBackend):
+            for index in range(len(backend.engine_stats())):
+                self.stats.metrics.watch(lambda index=index: backend.engine_stats()[index])
+
+
+@asynccontextmanager
+async def _closing(answers: AsyncIterator[InferResponse]) -> AsyncGenerator[AsyncIterator[InferResponse]]:
+    """Closes an iterator of a backend at the end, if it can be closed."""
+    try:
+        yield answers
+    finally:
+        if isinstance(answers, AsyncGenerator):
+            await answers.aclose()
+
+
+async def _unload_quietly(backend: Backend, name: str) -> None:
+    """Unloads; what goes wrong is logged, since nobody is left to be told."""
+    try:
+        await backend.unload()
+    except Exception as error:
+        _unexpected(name, "unload", error)
+
+
+def _unexpected(name: str, doing: str, error: Exception) -> TritiumError:
+    """Logs an error that is none of ours, with its traceback; the client learns its kind only."""
+    _log.exception("backend failed", model=name, doing=doing)
+    return TritiumError(Code.INTERNAL, f"model '{name}' failed to {doing}: {type(error).__name__}")
+
+
+def _placed(config: ModelConfig, backend: Backend) -> ModelConfig:
+    """Groups that left the device open, with the device that an LLM is really on."""
+    if not isinstance(backend, TextBackend):
+        return config
+    device = "cpu" if backend.engine_info().device.startswith("cpu") else "gpu"
+    groups = tuple(replace(g, device=device) if g.device == "auto" else g for g in config.instances)
+    return replace(config, instances=groups)

@@ -1,0 +1,227 @@
+"""Model repositories on disk: which models and versions there are, and what their files say.
+
+``<repository>/<model>/config.pbtxt`` and ``<repository>/<model>/<version>/...``. Names come from requests and
+are only ever looked up in the listing of a repository, never joined into a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from tritium.backends import detect
+from tritium.backends.base import LoadContext
+from tritium.backends.config import All, Latest, ModelConfig, Specific
+from tritium.errors import Code, TritiumError, invalid
+from tritium.observability import logs
+from tritium.serving.config import empty, make_config, parse_json, parse_text, read_limited
+
+CONFIG_FILE = "config.pbtxt"
+TRITON_CONFIG_FILE = "triton_config.json"
+# A fingerprint looks at so many files of a model at most.
+MAX_FILES = 100_000
+
+_log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model folder in a repository."""
+
+    name: str
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a model's files ask for: one context for each version that its policy picks.
+
+    Attributes:
+        fingerprint: differs when a file of the model has changed.
+    """
+
+    name: str
+    config: ModelConfig
+    contexts: tuple[LoadContext, ...]
+    fingerprint: str
+
+
+@dataclass(slots=True)
+class Repository:
+    """One or more folders of models.
+
+    Attributes:
+        settings: passed on to every backend.
+    """
+
+    folders: Sequence[Path]
+    settings: Mapping[str, object] = field(default_factory=dict[str, object])
+
+    def check(self) -> None:
+        """Checks that the folders are there.
+
+        Raises:
+            TritiumError: NOT_FOUND naming the folder.
+        """
+        for folder in self.folders:
+            if not folder.is_dir():
+                raise TritiumError(Code.NOT_FOUND, f"model repository '{folder}' is not a folder")
+
+    def names(self) -> list[str]:
+        """Names of all model folders, in order."""
+        return sorted(self._scan())
+
+    def find(self, name: str) -> Found:
+        """The folder of a model.
+
+        Raises:
+            TritiumError: INTERNAL, as Triton answers, when there is none or more than one.
+        """
+        places = self._scan().get(name, [])
+        if not places:
+            raise _not_polled(name, "no repository has a folder of that name")
+        if len(places) > 1:
+            raise _not_polled(name, f"{len(places)} repositories have a folder of that name")
+        return Found(name, places[0])
+
+    def plan(self, name: str, override: str | None = None) -> Plan:
+        """Reads what a model's files ask for. Blocks; call it in a thread.
+
+        Args:
+            override: a configuration in JSON that takes the place of the file.
+
+        Raises:
+            TritiumError: INTERNAL when folder or configuration cannot be read, INVALID_ARGUMENT when the
+                policy leaves no version.
+        """
+        found = self.find(name)
+        # Taken first: a file that changes while it is read makes the next load a real one.
+        fingerprint = _fingerprint(found.folder)
+        versions = versions_of(found.folder)
+        try:
+            config = _read_config(found, versions, override)
+            chosen = choose(versions, config)
+            general = _read_triton_config(found.folder, f"{name}/{TRITON_CONFIG_FILE}")
+            contexts = tuple(self._context(found, config, version, general) for version in chosen)
+        except TritiumError as error:
+            raise _not_polled(name, error.message) from error
+        if not contexts:
+            raise invalid(
+                f"load failed for model '{name}': at least one version must be available under the version policy "
+                f"of model '{name}'\n"
+            )
+        return Plan(name, config, contexts, fingerprint)
+
+    def _context(self, found: Found, config: ModelConfig, version: int, general: Mapping[str, object]) -> LoadContext:
+        folder = found.folder / str(version)
+        own = _read_triton_config(folder, f"{found.name}/{version}/{TRITON_CONFIG_FILE}")
+        return LoadContext(
+            name=found.name,
+            version=str(version),
+            config=config,
+            version_folder=folder,
+            model_folder=found.folder,
+            triton_config={**general, **own},
+            settings=self.settings,
+        )
+
+    def _scan(self) -> dict[str, list[Path]]:
+        """Model folders by name; hidden ones are left out."""
+        found: dict[str, list[Path]] = {}
+        for folder in self.folders:
+            try:
+                entries = sorted(folder.iterdir())
+            except OSError as error:
+                _log.error("repository cannot be listed", repository=folder, error=error)
+                continue
+            for entry in entries:
+                # Printable leaves out names that are no text, which no protocol could carry.
+                if not entry.name.startswith(".") and entry.name.isprintable() and entry.is_dir():
+                    found.setdefault(entry.name, []).append(entry)
+        return found
+
+
+def versions_of(folder: Path) -> list[int]:
+    """Version folders of a model, ascending: names that are positive integers without a leading zero."""
+    found: list[int] = []
+    for entry in sorted(folder.iterdir()):
+        if not entry.is_dir() or entry.name.startswith("."):
+            continue
+        name = entry.name
+        if name.isascii() and name.isdecimal() and not name.startswith("0") and int(name) < 1 << 63:
+            found.append(int(name))
+        else:
+            _log.info("folder is no version", model=folder.name, folder=name)
+    return sorted(found)
+
+
+def choose(versions: Sequence[int], config: ModelConfig) -> list[int]:
+    """The versions that the policy serves, ascending.
+
+    Args:
+        versions: those that there are, ascending.
+    """
+    match config.versions:
+        case All():
+            return list(versions)
+        case Latest(count):
+            return list(versions)[-count:]
+        case Specific(wanted):
+            return [version for version in versions if version in wanted]
+
+
+def _read_config(found: Found, versions: Sequence[int], override: str | None) -> ModelConfig:
+    shown = f"{found.name}/{CONFIG_FILE}"
+    path = found.folder / CONFIG_FILE
+    if override is not None:
+        shown = "config"
+        source = parse_json(override, shown)
+    elif path.exists():
+        source = parse_text(read_limited(path, shown), shown)
+    else:
+        source = empty()
+    if not source.backend and not source.platform and versions:
+        source.backend = detect(found.folder / str(versions[-1]))
+    return make_config(source, found.name, shown)
+
+
+def _read_triton_config(folder: Path, shown: str) -> dict[str, object]:
+    """The object in a ``triton_config.json``; empty when there is no such file."""
+    path = folder / TRITON_CONFIG_FILE
+    if not path.exists():
+        return {}
+    try:
+        return msgspec.json.decode(read_limited(path, shown), type=dict[str, object])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"{shown} is not a JSON object: {error}") from error
+    except RecursionError:
+        raise invalid(f"{shown} is nested too deeply") from None
+
+
+def _fingerprint(folder: Path) -> str:
+    """A digest of names, sizes and times of all files of a model; nothing is read."""
+    digest = hashlib.blake2b(digest_size=16)
+    seen = 0
+    for place, folders, files in os.walk(folder):
+        folders.sort()
+        for name in sorted(files):
+            seen += 1
+            if seen > MAX_FILES:
+                raise _not_polled(folder.name, f"its folder holds more than {MAX_FILES} files")
+            path = os.path.join(place, name)
+            try:
+                facts = os.stat(path)
+            except OSError:
+                continue
+            digest.update(os.fsencode(os.path.relpath(path, folder)))
+            digest.update(f"\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def _not_polled(name: str, why: str) -> TritiumError:
+    return TritiumError(Code.INTERNAL, f"failed to load '{name}', failed to poll from model repository: {why}")

@@ -1,0 +1,316 @@
+"""The one Server under all protocols: which model, which version, loaded or not, and off to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from importlib.metadata import version as distribution_version
+from pathlib import Path
+from typing import Literal
+
+from tritium.backends.base import LoadContext
+from tritium.backends.config import ModelConfig
+from tritium.errors import Code, TritiumError, invalid
+from tritium.llm.types import GenerateRequest, TokenDelta
+from tritium.observability import logs
+from tritium.observability.metrics import Metrics
+from tritium.serving.catalog import Catalog
+from tritium.serving.config import empty, make_config
+from tritium.serving.model import Model, State
+from tritium.serving.repository import Plan, Repository
+from tritium.serving.stats import ModelStats
+from tritium.serving.views import (
+    EXTENSIONS,
+    EngineView,
+    IndexEntry,
+    ModelMetadata,
+    ServerMetadata,
+    TensorMetadata,
+    TextModel,
+    model_metadata,
+)
+from tritium.types import InferRequest, InferResponse
+
+__all__ = ["EngineView", "IndexEntry", "ModelMetadata", "Server", "ServerMetadata", "TensorMetadata", "TextModel"]
+
+Control = Literal["none", "explicit"]
+ALL_MODELS = "*"
+# What a client is told to wait when this server is going away: about the time until another one has its place.
+DRAIN_RETRY_S = 1.0
+
+_log = logs.get(__name__)
+
+
+class Server:
+    """Models and who may use them; front ends parse, call this, and render.
+
+    Args:
+        repositories: folders of models.
+        control: ``none`` loads every model at the start and refuses changes; ``explicit`` loads what
+            ``load_models`` names, and what requests ask for.
+        load_models: names to load at the start in ``explicit`` mode; "*" stands for all.
+        settings: engine settings for every model, by field name; what a model's own files say wins.
+        name: what the server calls itself in its metadata.
+        strict_readiness: ready means that every model that should be is; otherwise that it takes requests.
+        load_limit: models that load at the same time.
+        metrics: where requests are counted for Prometheus; None where nobody reads it.
+    """
+
+    def __init__(
+        self,
+        repositories: Sequence[Path] = (),
+        *,
+        control: Control = "none",
+        load_models: Sequence[str] = (),
+        settings: Mapping[str, object] | None = None,
+        name: str = "tritium",
+        strict_readiness: bool = True,
+        load_limit: int = 4,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._name = name
+        self._control: Control = control
+        self._load_models = tuple(load_models)
+        self._strict = strict_readiness
+        self._repository = Repository(tuple(repositories), dict(settings or {}))
+        self._catalog = Catalog(self._repository, metrics, load_limit)
+        self._single: Plan | None = None
+        self._started = False
+        self._draining = False
+
+    @classmethod
+    def for_model(
+        cls,
+        name: str,
+        checkpoint: Path,
+        *,
+        backend: str = "tritium",
+        max_batch_size: int = 0,
+        settings: Mapping[str, object] | None = None,
+        server_name: str = "tritium",
+        strict_readiness: bool = True,
+        metrics: Metrics | None = None,
+    ) -> Server:
+        """A server of one checkpoint, without a repository; the model has version 1.
+
+        Args:
+            name: what requests call the model.
+            max_batch_size: most rows of one inference request; 0 for tensors without a batch dimension.
+
+        Raises:
+            TritiumError: INVALID_ARGUMENT when ``max_batch_size`` is negative.
+        """
+        server = cls(settings=settings, name=server_name, strict_readiness=strict_readiness, metrics=metrics)
+        source = empty()
+        source.backend, source.max_batch_size = backend, max_batch_size
+        config = make_config(source, name, name)
+        context = LoadContext(name, "1", config, checkpoint=checkpoint, settings=dict(settings or {}))
+        server._single = Plan(name, config, (context,), fingerprint="")
+        return server
+
+    async def start(self) -> None:
+        """Loads the first models; returns when each is ready or has failed (see ``failures``).
+
+        Raises:
+            TritiumError: NOT_FOUND when a repository is no folder.
+        """
+        if self._single is not None:
+            await self._catalog.start_single(self._single)
+        else:
+            await asyncio.to_thread(self._repository.check)
+            names = list(dict.fromkeys(self._load_models))
+            if self._control == "none" or ALL_MODELS in names:
+                names = await asyncio.to_thread(self._repository.names)
+            await self._catalog.start(names)
+        self._started = True
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests, lets the running ones finish for at most ``timeout_s``, then unloads everything."""
+        self._draining = True
+        _log.info("draining", timeout_s=timeout_s)
+        await self._catalog.close(timeout_s)
+
+    @property
+    def draining(self) -> bool:
+        """Whether ``drain`` has begun."""
+        return self._draining
+
+    def live(self) -> bool:
+        """Whether the server runs at all."""
+        return True
+
+    def ready(self) -> bool:
+        """Whether it takes requests and, if strict, every model that should be ready makes progress."""
+        return self._started and not self._draining and (not self._strict or self._catalog.ready())
+
+    def failures(self) -> dict[str, str]:
+        """Why models could not be loaded the last time it was tried, by name."""
+        return dict(self._catalog.failures)
+
+    def model_ready(self, name: str, version: str = "") -> bool:
+        """Whether that version, or the highest one, would answer now; False for what is unknown."""
+        try:
+            return not self._draining and self._model(name, version).ready()
+        except TritiumError:
+            return False
+
+    def server_metadata(self) -> ServerMetadata:
+        """Name, version and extensions."""
+        return ServerMetadata(self._name, distribution_version("tritium"), EXTENSIONS)
+
+    def model_metadata(self, name: str, version: str = "") -> ModelMetadata:
+        """Tensors and versions of a model.
+
+        Raises:
+            TritiumError: NOT_FOUND, UNAVAILABLE or INVALID_ARGUMENT as for ``infer``.
+        """
+        model = self._model(name, version)
+        versions = (model.version,) if version else tuple(m.version for m in self._catalog.serving(name))
+        return model_metadata(model.config, versions)
+
+    def model_config(self, name: str, version: str = "") -> ModelConfig:
+        """The completed configuration of a model.
+
+        Raises:
+            TritiumError: NOT_FOUND, UNAVAILABLE or INVALID_ARGUMENT as for ``infer``.
+        """
+        return self._model(name, version).config
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        """Answers a request that wants exactly one answer.
+
+        Raises:
+            TritiumError: NOT_FOUND for an unknown model or version, UNAVAILABLE while draining, INVALID_ARGUMENT
+                for a version that is no number or a request that does not fit the model, UNIMPLEMENTED for a
+                model that answers any number of times; whatever the backend says.
+        """
+        self._refuse_when_draining()
+        return await self._model(request.model, request.version).infer(request)
+
+    async def infer_stream(self, request: InferRequest) -> AsyncGenerator[InferResponse]:
+        """Answers a request; the last answer, and only that, is ``final``. Closing the iterator cancels.
+
+        Raises:
+            TritiumError: as ``infer`` does, at the first step; later in place of the final answer.
+        """
+        self._refuse_when_draining()
+        async with aclosing(self._model(request.model, request.version).stream(request)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def generate(self, name: str, version: str, request: GenerateRequest) -> AsyncGenerator[TokenDelta]:
+        """Continues one sequence; the last delta, and only that, has ``finish``. Closing the iterator aborts.
+
+        Raises:
+            TritiumError: as ``infer`` does for the model; INVALID_ARGUMENT when it is no language model; later in
+                place of the last delta.
+        """
+        self._refuse_when_draining()
+        async with aclosing(self._model(name, version).generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    def text_model(self, name: str, version: str = "") -> TextModel:
+        """What a front end must know of a language model to make requests for it.
+
+        Raises:
+            TritiumError: as ``infer`` does for the model; INVALID_ARGUMENT when it is no language model.
+        """
+        model = self._model(name, version)
+        backend = model.text_backend()
+        return TextModel(
+            name=model.name,
+            version=model.version,
+            tokenizer=backend.tokenizer,
+            max_length=backend.max_length,
+            vocab_size=backend.vocab_size,
+            sampling_defaults=backend.sampling_defaults,
+            created_s=model.created_s,
+        )
+
+    def llm_names(self) -> list[str]:
+        """Names of the language models that are served, in order."""
+        return sorted({model.name for model in self._catalog.models() if _is_llm(model)})
+
+    def engines(self) -> list[EngineView]:
+        """The engines of all language models that are served."""
+        found: list[EngineView] = []
+        for model in self._catalog.models():
+            if _is_llm(model):
+                backend = model.text_backend()
+                found.append(EngineView(model.name, model.version, backend.engine_stats(), backend.engine_info()))
+        return found
+
+    def statistics(self, name: str = "", version: str = "") -> list[ModelStats]:
+        """Counters of the served versions of all models, of one, or of one version.
+
+        Raises:
+            TritiumError: INVALID_ARGUMENT, as Triton answers, when there is none of that name or version.
+        """
+        if not name:
+            return [model.stats for model in self._catalog.models() if model.state is State.READY]
+        serving = self._catalog.serving(name)
+        if not serving:
+            raise invalid(f"requested model '{name}' is not available")
+        found = [m.stats for m in serving if not version or m.version == version]
+        if not found:
+            raise invalid(f"requested model version is not available for model '{name}'")
+        return found
+
+    def index(self, ready_only: bool = False) -> list[IndexEntry]:
+        """The models of the repositories and those that are loaded, a line for each version."""
+        return self._catalog.index(ready_only)
+
+    async def load(self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
+        """Loads a model, or loads it again when its files have changed; returns when it is ready.
+
+        A load that fails leaves what was served before. The load goes on when the caller gives up.
+
+        Args:
+            config: a configuration in JSON that takes the place of the model's file.
+            files: model files that take the place of the folder's; refused.
+
+        Raises:
+            TritiumError: UNAVAILABLE when loading is not allowed or the server drains, INTERNAL when the
+                repository has no such model or its configuration is wrong, INVALID_ARGUMENT when the backend
+                cannot load it, UNIMPLEMENTED for ``files``.
+        """
+        self._refuse_when_fixed()
+        if files:
+            raise TritiumError(
+                Code.UNIMPLEMENTED, f"load of '{name}': parameter '{next(iter(files))}' is not supported yet"
+            )
+        await self._catalog.load(name, config)
+
+    async def unload(self, name: str, unload_dependents: bool = False) -> None:
+        """Takes a model out of service at once; running requests end normally. Unknown names are no error.
+
+        Args:
+            unload_dependents: also the models that only this one needs; no model that can be loaded needs another.
+
+        Raises:
+            TritiumError: UNAVAILABLE when unloading is not allowed or the server drains.
+        """
+        self._refuse_when_fixed()
+        self._catalog.unload(name)
+
+    def _model(self, name: str, version: str) -> Model:
+        return self._catalog.find(name, version)
+
+    def _refuse_when_draining(self) -> None:
+        if self._draining:
+            raise TritiumError(Code.UNAVAILABLE, "server is draining", retry_after_s=DRAIN_RETRY_S)
+
+    def _refuse_when_fixed(self) -> None:
+        self._refuse_when_draining()
+        if self._control != "explicit":
+            raise TritiumError(
+                Code.UNAVAILABLE,
+                "explicit model load / unload is not allowed if polling is enabled or model control is 'none'; "
+                "start the server with --model-control-mode explicit",
+            )
+
+
+def _is_llm(model: Model) -> bool:
+    return model.state is State.READY and model.is_text

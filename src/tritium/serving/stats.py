@@ -1,0 +1,104 @@
+"""Counters of one model version, in Triton's shape, and the same events as metrics.
+
+``ModelStatistics`` of the statistics extension is made from ``ModelStats``; what Prometheus reads is kept by
+``observability.metrics`` and told from here, so that both count the same events.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from tritium.backends.base import Timing
+from tritium.errors import Code
+from tritium.observability.metrics import FailureReason, ModelMetrics
+
+# How Triton files failures; a code that is not named here is OTHER.
+_REASONS: dict[Code, FailureReason] = {
+    Code.CANCELLED: "CANCELED",
+    Code.UNAVAILABLE: "REJECTED",
+    Code.DEADLINE_EXCEEDED: "REJECTED",
+    Code.RESOURCE_EXHAUSTED: "REJECTED",
+    Code.INTERNAL: "BACKEND",
+    Code.UNKNOWN: "BACKEND",
+}
+
+
+@dataclass(slots=True)
+class Duration:
+    """How often something happened and how long it took in all, in nanoseconds."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int) -> None:
+        """One more, of that length."""
+        self.count += 1
+        self.ns += max(0, ns)
+
+
+@dataclass(slots=True)
+class ModelStats:
+    """What happened to one version of a model since it was loaded.
+
+    Attributes:
+        inference_count: inferences that succeeded; a request counts its batch size.
+        last_inference_ms: end of the last request that reached the backend, in ms since the epoch; 0 for none.
+        success: requests that were answered, from arrival to the last answer.
+        fail: requests that the backend or its queue ended with an error, and those whose client left.
+            Requests that never came so far (unknown input, wrong shape) count nowhere.
+        queue, compute_input, compute_infer, compute_output: the parts of the successful requests.
+        executions: shares of executions, summed; see ``execution_count``.
+    """
+
+    model: str
+    version: str
+    metrics: ModelMetrics | None = field(default=None, repr=False)
+    inference_count: int = 0
+    last_inference_ms: int = 0
+    success: Duration = field(default_factory=Duration)
+    fail: Duration = field(default_factory=Duration)
+    queue: Duration = field(default_factory=Duration)
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+    executions: float = 0.0
+
+    @property
+    def execution_count(self) -> int:
+        """Executions of the backend; inferences that ran together share one."""
+        return round(self.executions)
+
+    def succeeded(self, rows: int, total_ns: int, timing: Timing) -> None:
+        """A request of ``rows`` inferences was answered, ``total_ns`` after its arrival."""
+        infer_ns = max(0, total_ns - timing.queue_ns - timing.input_ns - timing.output_ns)
+        self._executed(timing)
+        self.inference_count += rows
+        self.success.add(total_ns)
+        self.queue.add(timing.queue_ns)
+        self.compute_input.add(timing.input_ns)
+        self.compute_infer.add(infer_ns)
+        self.compute_output.add(timing.output_ns)
+        if self.metrics is not None:
+            self.metrics.request_success()
+            self.metrics.inference(rows)
+            self.metrics.durations_us(
+                request=max(0, total_ns) / 1e3,
+                queue=timing.queue_ns / 1e3,
+                compute_input=timing.input_ns / 1e3,
+                compute_infer=infer_ns / 1e3,
+                compute_output=timing.output_ns / 1e3,
+            )
+
+    def failed(self, code: Code, total_ns: int, timing: Timing) -> None:
+        """A request ended with an error, ``total_ns`` after its arrival."""
+        self._executed(timing)
+        self.fail.add(total_ns)
+        if self.metrics is not None:
+            self.metrics.request_failure(_REASONS.get(code, "OTHER"))
+
+    def _executed(self, timing: Timing) -> None:
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        self.executions += timing.executions
+        if self.metrics is not None:
+            self.metrics.execution(timing.executions)
