@@ -76,23 +76,28 @@ class Log:
         """Something that an operator should look at."""
         self._write(logging.WARNING, message, args, fields)
 
-    def error(self, message: str, *args: object, **fields: object) -> None:
-        """Something that failed."""
-        self._write(logging.ERROR, message, args, fields)
+    def error(self, message: str, *args: object, exc_info: BaseException | None = None, **fields: object) -> None:
+        """Something that failed, with the traceback of ``exc_info`` when it is given."""
+        self._write(logging.ERROR, message, args, fields, exc_info)
 
     def exception(self, message: str, *args: object, **fields: object) -> None:
         """Something that failed, with the traceback of the exception that is being handled."""
-        self._write(logging.ERROR, message, args, fields, trace=True)
+        self._write(logging.ERROR, message, args, fields, True)
 
     def enabled(self, level: Level) -> bool:
         """Whether lines of that level are written, for callers whose fields cost something."""
         return self._logger.isEnabledFor(LEVELS[level])
 
     def _write(
-        self, level: int, message: str, args: tuple[object, ...], fields: dict[str, object], *, trace: bool = False
+        self,
+        level: int,
+        message: str,
+        args: tuple[object, ...],
+        fields: dict[str, object],
+        exc_info: BaseException | Literal[True] | None = None,
     ) -> None:
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, message, *args, exc_info=trace, extra={"fields": fields})
+            self._logger.log(level, message, *args, exc_info=exc_info, extra={"fields": fields})
 
 
 def get(name: str) -> Log:

@@ -1,0 +1,1 @@
+"""OpenAI's API. A request reads: ``routes`` -> ``schema`` -> ``chat`` -> (server) -> ``stream`` -> ``answers``."""

@@ -1,0 +1,1 @@
+"""What the server tells of itself: log lines, metrics, tables for the terminal."""

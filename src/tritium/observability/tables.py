@@ -1,0 +1,42 @@
+"""Tables for the terminal, in plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from tritium.settings import Effective
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, numbers: bool = False) -> str:
+    """Columns padded to their widest cell; with ``numbers``, all but the first are aligned to the right."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if numbers and i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def size(num_bytes: float) -> str:
+    """``1.5 GiB`` and the like."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"
+
+
+def settings_table(effective: Mapping[str, Effective]) -> str:
+    """All settings in force, their values and sources."""
+    return table(("setting", "value", "source"), [(n, _shown(e.value), e.source) for n, e in effective.items()])
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == ():
+        return "-"
+    return ", ".join(map(str, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else str(value)
