@@ -127,6 +127,11 @@ def read_settings(context: LoadContext, find_checkpoint: typing.Callable[[Path],
     if path is None:
         raise invalid(f"model '{context.name}' names no checkpoint")
     found.engine = replace(found.engine, model=str(path))
+    if found.engine.max_rows > found.engine.max_tokens_per_step:
+        found.engine = replace(found.engine, max_tokens_per_step=found.engine.max_rows)
+        found.notices.append(
+            f"max_tokens_per_step is raised to {found.engine.max_rows}, one token per running sequence"
+        )
     return found
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 DTypeName = Literal["auto", "float32", "float16", "bfloat16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -102,7 +104,7 @@ class EngineConfig:
     num_blocks: int | None = None
     prefix_cache: bool = True
     deterministic: bool = False
-    threads: int | None = None
+    threads: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_waiting: int = 0
     queue_timeout_us: int = 0
     queue_delay_us: int = 0

@@ -107,10 +107,13 @@ class WireError(msgspec.Struct, array_like=True, gc=False, frozen=True):
     message: str
     retry_after_s: float | None = None
     param: str | None = None
+    reason: str | None = None
 
     def exception(self) -> TritiumError:
         """The error to raise on this side of the edge."""
-        return TritiumError(self.code, self.message, param=self.param, retry_after_s=self.retry_after_s)
+        return TritiumError(
+            self.code, self.message, param=self.param, reason=self.reason, retry_after_s=self.retry_after_s
+        )
 
 
 class TokenDelta(msgspec.Struct, array_like=True, gc=False, kw_only=True):
@@ -124,8 +127,8 @@ class TokenDelta(msgspec.Struct, array_like=True, gc=False, kw_only=True):
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
         queue_ns: from arrival to the step that first took it.
         first_token_ns: ``time.monotonic_ns()`` of the first token; 0 before it.
-        exec_share: on the last delta, the request's share of the engine's executions: the mean over its
-            steps of 1 / (rows in the step), so that inferences / executions is the mean batch.
+        exec_share: the request's share of the engine's executions so far: the mean over its steps of
+            1 / (rows in the step), so that inferences / executions is the mean batch.
         text: new text; empty on the wire.
     """
 
@@ -269,7 +272,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False, kw_only=True):
 
 def to_wire(error: TritiumError) -> WireError:
     """The message form of an error."""
-    return WireError(error.code, error.message, error.retry_after_s, error.param)
+    return WireError(error.code, error.message, error.retry_after_s, error.param, error.reason)
 
 
 class Submit(msgspec.Struct, array_like=True, gc=False, tag=True):

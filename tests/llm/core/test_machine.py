@@ -28,7 +28,7 @@ from tritium.llm.types import FinishReason, GenerateRequest, ScheduledBatch, Tok
 from .fake_runner import VOCAB, FakeRunner, alone, entry, request
 
 FAST = settings(
-    max_examples=50,
+    max_examples=40,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],

@@ -92,7 +92,7 @@ def test_who_waits_for_a_prefix_goes_on_when_it_will_not_come(how: str):
 
 
 def test_parked_requests_can_be_aborted_and_expire():
-    loop = Loop()
+    loop = Loop(depth=2, max_tokens_per_step=40)
     loop.add("a", prompt(30))
     loop.add("b", prompt(31))
     loop.add("c", prompt(32), deadline_ns=500)
@@ -100,7 +100,7 @@ def test_parked_requests_can_be_aborted_and_expire():
     loop.schedule()
     assert loop.scheduler.stats().waiting == 3
     assert loop.scheduler.abort("b")
-    loop.update()
+    loop.now = 500
     loop.schedule()
     assert loop.last("c").error is not None
     assert loop.scheduler.abort("d")

@@ -184,8 +184,11 @@ def test_an_id_in_flight_is_refused_and_free_again_after_the_end():
 @both_depths
 def test_bad_logits_end_that_request_only(depth: int):
     loop = Loop(depth=depth)
-    loop.add("a", prompt(9))
+    loop.add("a", prompt(17))
     loop.add("b", prompt(5, 50))
+    loop.schedule()
+    loop.update()
+    assert loop.scheduler.pool.by_hash
     for _ in range(depth):
         loop.schedule()
     loop.update(bad=(0,))
@@ -194,9 +197,9 @@ def test_bad_logits_end_that_request_only(depth: int):
     assert loop.last("a").finish is FinishReason.ERROR and error is not None and error.code is Code.INTERNAL
     assert loop.output("a") == [] and loop.output("b") == alone(prompt(5, 50), 4)
     # Nothing that it wrote is used again.
-    loop.add("c", prompt(9))
+    loop.add("c", prompt(17))
     loop.drain()
-    assert loop.last("c").cached_tokens == 0 and loop.output("c") == alone(prompt(9), 4)
+    assert loop.last("c").cached_tokens == 0 and loop.output("c") == alone(prompt(17), 4)
 
 
 def test_deltas_tell_times_shares_and_logprobs():
@@ -208,7 +211,7 @@ def test_deltas_tell_times_shares_and_logprobs():
     a, b = loop.deltas["a"], loop.deltas["b"]
     assert [delta.queue_ns for delta in a + b] == [400] * 2 + [300] * 4
     assert {delta.first_token_ns for delta in a + b} == {1500}
-    assert [delta.exec_share for delta in a] == [0.0, 0.5]
+    assert [delta.exec_share for delta in a] == [0.5, 0.5]
     assert b[-1].exec_share == pytest.approx((0.5 + 0.5 + 1 + 1) / 4)
     assert all(delta.logprobs and delta.logprobs[0].token == delta.tokens[0] for delta in a)
     assert all(delta.logprobs is None for delta in b)

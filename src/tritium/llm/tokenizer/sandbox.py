@@ -1,0 +1,379 @@
+"""Renders chat templates from checkpoints and requests, which are hostile until proven otherwise.
+
+Two walls. jinja2's immutable sandbox keeps a template away from Python: no underscore attributes, no mutation of
+what it is given. A meter keeps it from using the machine up: everything a template can do repeatedly or with large
+values (loop steps, calls, filters, operators, comparisons, slices, output) is charged to a budget *before* it is
+done, in units of about one character copied. The budget grows with the request's own size and is exact: the same
+request has the same answer on an idle and on a busy machine, which a time limit would not give, and no thread has to
+be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import wraps
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import pass_context
+from jinja2.visitor import NodeTransformer
+
+BUDGET_UNITS = 32 << 20
+"""Work that any template may do: at most one to two seconds, where a long conversation takes some milliseconds."""
+UNITS_PER_INPUT = 8
+"""Work allowed on top for each unit of messages and tools."""
+STEP = 32
+"""Charge of one loop iteration, one operator, one item of a list."""
+CALL = 256
+"""Charge of one call of a function, macro, filter or test."""
+LARGEST_NUMBER = 100_000
+"""Largest count, width or precision that a template may hand to a function."""
+LARGEST_BITS = 4096
+
+_UNAVAILABLE_FILTERS = ("striptags", "urlize", "xmlattr", "wordwrap", "pprint")
+_QUADRATIC_METHODS = frozenset({"striptags", "unescape"})
+_LISTING = frozenset(
+    {"list", "sort", "unique", "batch", "slice", "groupby", "dictsort", "join", "min", "max", "sum", "length", "count"}
+)
+_SORTING = frozenset({"sort", "unique", "groupby", "dictsort", "min", "max"})
+_WIDE = re.compile(r"\d{4,}|\{[^{}]*\{|%[^%a-zA-Z]*\*")
+
+
+class OverBudget(SecurityError):
+    """The template does more than its budget allows."""
+
+
+class Meter:
+    """What is left of one rendering's budget."""
+
+    def __init__(self, units: int) -> None:
+        self.left = units
+
+    def spend(self, units: int) -> None:
+        """Charge ``units``; raises ``OverBudget`` when they are not left."""
+        self.left -= max(units, 0)
+        if self.left < 0:
+            raise OverBudget("the chat template does more work than its budget allows")
+
+    def weigh(self, value: Any) -> int:
+        """Size of a value in units, shared parts counted as often as they occur; raises when over what is left."""
+        if isinstance(value, str | bytes):
+            return len(value)
+        total, stack = 0, [value]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, str | bytes):
+                total += len(item)
+            elif isinstance(item, list | tuple | set | frozenset):
+                total += STEP * len(item)
+                stack.extend(item)
+            elif isinstance(item, Mapping):
+                total += STEP * len(item)
+                stack.extend(item.keys())
+                stack.extend(item.values())
+            if total > self.left:
+                self.spend(total)
+        return total
+
+
+class _Metering(NodeTransformer):
+    """Puts the meter into a template: into loops, concatenations, comparisons, slices and constant output."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_filter("_step", nodes.Const(None))))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter("_concat", nodes.List(node.nodes))
+
+    def visit_Operand(self, node: nodes.Operand) -> nodes.Node:
+        self.generic_visit(node)
+        node.expr = _charged(node.expr)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        node.expr = _charged(node.expr)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = _charged(node.node)
+        return node
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:
+        self.generic_visit(node)
+        constant = sum(len(child.data) for child in node.nodes if isinstance(child, nodes.TemplateData))
+        if constant:
+            node.nodes.insert(0, _filter("_constant", nodes.Const(constant)))
+        return node
+
+
+def _filter(name: str, value: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None)
+
+
+def _charged(value: nodes.Expr) -> nodes.Expr:
+    return value if isinstance(value, nodes.Const) else _filter("_charge", value)
+
+
+class _Generation(Extension):
+    """``{% generation %} ... {% endgeneration %}`` marks answers for training; in serving it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment that chat templates are written for (that of transformers), behind both walls."""
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
+            # Folding constants would run a template's operations while compiling it, outside any budget.
+            optimized=False,
+            finalize=self._output,
+            cache_size=0,
+        )
+        self._thread = threading.local()
+        for name in _UNAVAILABLE_FILTERS:
+            del self.filters[name]
+        del self.globals["lipsum"]
+        self.filters["tojson"] = self._tojson
+        # Nothing here is HTML, so marking strings as safe markup would only open other code paths.
+        self.filters["safe"] = str
+        self.filters.update({name: self._metered(name, each) for name, each in self.filters.items()})
+        self.tests.update({name: self._metered(name, each) for name, each in self.tests.items()})
+        own = {"_step": self._step, "_concat": self._concat, "_charge": self._charge, "_constant": self._constant}
+        self.filters.update(own)
+        self.globals.update({"raise_exception": _raise_exception, "strftime_now": _strftime_now})
+
+    def run(self, template: Template, variables: dict[str, Any]) -> str:
+        """Render within a fresh budget, which grows with the size of ``variables``."""
+        units = BUDGET_UNITS + UNITS_PER_INPUT * Meter(1 << 62).weigh(variables)
+        outer = getattr(self._thread, "meter", None)
+        self._thread.meter = Meter(units)
+        try:
+            return "".join(template.generate(**variables))
+        finally:
+            self._thread.meter = outer
+
+    @property
+    def _meter(self) -> Meter:
+        return self._thread.meter
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = _Metering().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call from a template: charged for its arguments, its result, and what it will need in between."""
+        self._meter.spend(CALL + self._meter.weigh(args) + self._meter.weigh(kwargs))
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str | bytes):
+            self._check_numbers(name, args, kwargs)
+            self._before(name, owner, args, kwargs)
+        result = super().call(__context, __obj, *args, **kwargs)
+        self._meter.spend(self._meter.weigh(result))
+        return result
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """An arithmetic operator, charged for the size of its result."""
+        self._meter.spend(STEP)
+        sized = (str, bytes, list, tuple)
+        if operator == "*" and (isinstance(left, sized) or isinstance(right, sized)):
+            value, times = (left, right) if isinstance(left, sized) else (right, left)
+            if isinstance(times, int):
+                self._meter.spend(self._meter.weigh(value) * max(times, 0) + max(times, 0))
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left)
+            self._meter.spend(self._meter.weigh(right) * (1 + left.count("%")) + len(left))
+        elif isinstance(left, sized) or isinstance(right, sized):
+            self._meter.spend(self._meter.weigh(left) + self._meter.weigh(right))
+        elif isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > LARGEST_BITS:
+                raise OverBudget(f"the chat template computes a number of more than {LARGEST_BITS} bits")
+        return super().call_binop(context, operator, left, right)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Also keeps out markup methods whose time grows with the square of their input."""
+        return super().is_safe_attribute(obj, attr, value) and not (isinstance(obj, str) and attr in _QUADRATIC_METHODS)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """``str.format`` as the sandbox has it, where the format asks for no great width."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        text: str = value.__self__
+        _check_format(text)
+
+        def format_(*args: Any, **kwargs: Any) -> str:
+            self._meter.spend((self._meter.weigh(args) + self._meter.weigh(kwargs)) * (1 + text.count("{")) + len(text))
+            return wrapped(*args, **kwargs)
+
+        return format_
+
+    def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        passes = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @wraps(function)
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            meter = getattr(self._thread, "meter", None)
+            if meter is None:
+                # Called by the compiler, to fold constants. It takes any failure to mean "not now".
+                raise OverBudget("a filter runs only while rendering")
+            given = args[passes:]
+            value: Any = given[0] if given else None
+            if name in _LISTING and hasattr(value, "__next__"):
+                value = list(value)
+                args = (*args[:passes], value, *given[1:])
+                given = args[passes:]
+            if name not in ("default", "d"):
+                self._check_numbers(name, given[1:], kwargs)
+            factor = 4 if name in _SORTING else 1
+            listed = STEP * len(value) if name in _LISTING and isinstance(value, str) else 0
+            meter.spend(CALL + factor * (meter.weigh(given) + meter.weigh(kwargs) + listed))
+            self._before(name, value, given[1:], kwargs)
+            result = function(*args, **kwargs)
+            meter.spend(meter.weigh(result))
+            return result
+
+        return metered
+
+    def _check_numbers(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for number in (*args, *kwargs.values()):
+            if isinstance(number, int) and abs(number) > LARGEST_NUMBER:
+                raise OverBudget(f"the chat template calls {name} with {number}; at most {LARGEST_NUMBER} is allowed")
+
+    def _before(self, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Charge what makes more of its input than it weighs."""
+        weigh, given = self._meter.weigh, [*args, *kwargs.values()]
+        match name:
+            case "replace" if isinstance(value, str) and given and isinstance(given[0], str):
+                self._meter.spend(value.count(given[0]) * weigh(given[1:]))
+            case "join" if isinstance(value, str):  # the method: separator.join(items)
+                items = given[0] if given else ()
+                self._meter.spend(len(value) * (len(items) if hasattr(items, "__len__") else LARGEST_NUMBER))
+            case "join":
+                self._meter.spend(weigh(given) * (len(value) if hasattr(value, "__len__") else 1))
+            case "indent" if isinstance(value, str):
+                width = max((each if isinstance(each, int) else weigh(each) for each in given), default=4)
+                self._meter.spend(width * (value.count("\n") + 1))
+            case "expandtabs" if isinstance(value, str):
+                self._meter.spend(value.count("\t") * max((each for each in given if isinstance(each, int)), default=8))
+            case "split" | "rsplit" | "splitlines" if isinstance(value, str):
+                separator = given[0] if given and isinstance(given[0], str) and given[0] else None
+                self._meter.spend(STEP * (value.count(separator) if separator else len(value)))
+            case "format" if isinstance(value, str):
+                _check_format(value)
+                self._meter.spend(weigh(given) * (1 + value.count("%")))
+            case "sum" if any(isinstance(each, list | tuple | str) for each in given[1:]):
+                raise OverBudget("the chat template sums what are no numbers")
+            case _:
+                pass
+
+    def _tojson(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """JSON as chat templates expect it (transformers): not escaped for HTML, not for ASCII."""
+        short = (indent, *(separators or ()))
+        if any((isinstance(each, str) and len(each) > 16) or (isinstance(each, int) and each > 16) for each in short):
+            raise OverBudget("the chat template calls tojson with an indent or separator of more than 16 characters")
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_no_json
+        )
+        if indent is None:
+            return encoder.encode(value)
+        pieces: list[str] = []
+        for piece in encoder.iterencode(value):
+            self._meter.spend(len(piece))
+            pieces.append(piece)
+        return "".join(pieces)
+
+    @pass_context
+    def _output(self, _context: Context, value: Any) -> Any:
+        self._meter.spend(self._meter.weigh(value))
+        return value
+
+    @pass_context
+    def _step(self, _context: Context, _value: None) -> str:
+        self._meter.spend(STEP)
+        return ""
+
+    @pass_context
+    def _charge(self, _context: Context, value: Any) -> Any:
+        self._meter.spend(self._meter.weigh(value))
+        return value
+
+    @pass_context
+    def _constant(self, _context: Context, length: int) -> str:
+        self._meter.spend(length)
+        return ""
+
+    @pass_context
+    def _concat(self, _context: Context, values: list[Any]) -> str:
+        self._meter.spend(STEP + self._meter.weigh(values))
+        return "".join(map(str, values))
+
+
+def _check_format(text: str) -> None:
+    if _WIDE.search(text):
+        raise OverBudget("the chat template formats with a width of more than three digits, or a computed one")
+
+
+def _no_json(value: Any) -> Any:
+    raise TypeError(f"tojson got {type(value).__name__}, which JSON cannot hold")
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(str(message))
+
+
+def _strftime_now(layout: str) -> str:
+    if len(layout) > 256 or re.search(r"%\D?\d", layout):
+        raise OverBudget("the chat template calls strftime_now with a width, or more than 256 characters")
+    return datetime.now().strftime(layout)
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """A copy of JSON-like data in plain dicts, lists, strings, numbers; all that a template may be given.
+
+    Raises:
+        TypeError: something else is in it, or it is nested more than 100 deep.
+    """
+    if depth > 100:
+        raise TypeError("it is nested more than 100 deep")
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, depth + 1) for item in value]
+    raise TypeError(f"it holds a {type(value).__name__}; expected JSON")
