@@ -180,7 +180,8 @@ def test_tools_and_names_never_become_control_tokens(pair: tuple[Tokenizer, Any]
         messages[1]["tool_calls"] = [{"function": {"name": token, "arguments": {token: token}}}]
         ids = ours.encode_chat(messages, template=QWEN, tools=tools)
         assert specials(ours, ids) == specials(ours, benign)
-        assert token in ours.decode(ids, skip_special_tokens=False) or token == "<unk>"
+        text = ours.decode(ids, skip_special_tokens=False)
+        assert token in text or "<unk>" in text
 
 
 def test_marks_do_not_show(pair: tuple[Tokenizer, Any]) -> None:
@@ -225,10 +226,10 @@ def test_absent_fields_are_left_out(pair: tuple[Tokenizer, Any]) -> None:
         (conversation("x"), "{% if %}", "chat_template", "does not compile"),
         (conversation("x"), "{{ 1|nothing }}", "chat_template", "No filter named 'nothing'"),
         (conversation("x"), "{{ 'a' * 10**9 }}", "chat_template", "more work than its budget"),
-        (conversation("x"), "{{ x.__class__.__mro__ }}", "messages", "'x' is undefined"),
+        (conversation("x"), "{{ x.y }}", "messages", "'x' is undefined"),
         (conversation("x"), "{{ ''.__class__.__mro__ }}", "chat_template", "__class__"),
         (conversation("x"), "y" * 70_000, "chat_template", "has 70000 characters; at most 65536"),
-        (conversation("x"), "{{ '\ud83d' }}", "prompt", "half of a surrogate pair"),
+        (conversation("x"), "{{ '\ud83d' }}", "messages", "half of a surrogate pair"),
     ],
 )
 def test_what_is_wrong_is_named(

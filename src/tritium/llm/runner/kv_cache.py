@@ -123,21 +123,7 @@ def plan(
             "memory_fraction",
         )
     num_blocks = _num_blocks(config, device, length, block_bytes, usable, fits)
-    notices: list[str] = []
-    held = num_blocks * config.block_size
-    if held < length and config.max_length is not None:
-        raise _exhausted(
-            f"max_length is {length}, but the KV cache holds {held} tokens ({num_blocks} blocks of"
-            f" {config.block_size}, {_mib(num_blocks * block_bytes)}); lower max_length to {held} or give the cache"
-            f" {length * token_bytes} bytes with kv_cache_bytes ({fits * block_bytes} are free)",
-            "max_length",
-        )
-    if held < length:
-        notices.append(
-            f"max_length is lowered from the model's {length} to {held} tokens, which is what the KV cache holds"
-            f" ({_mib(num_blocks * block_bytes)}); kv_cache_bytes or memory_fraction give it more"
-        )
-        length = held
+    length, notices = _held_length(config, length, num_blocks, token_bytes, fits * block_bytes)
     budget = MemoryBudget(
         weights_bytes=weights,
         activations_bytes=activations,
@@ -163,6 +149,26 @@ def _wanted_length(config: EngineConfig, model: TransformerConfig) -> int:
             param="max_length",
         )
     return config.max_length
+
+
+def _held_length(
+    config: EngineConfig, length: int, num_blocks: int, token_bytes: int, free: int
+) -> tuple[int, list[str]]:
+    """What the cache leaves of the length of a sequence, and the notice when that is less than the model's."""
+    held = num_blocks * config.block_size
+    if held >= length:
+        return length, []
+    if config.max_length is not None:
+        raise _exhausted(
+            f"max_length is {length}, but the KV cache holds {held} tokens ({num_blocks} blocks of"
+            f" {config.block_size}, {_mib(held * token_bytes)}); lower max_length to {held} or give the cache"
+            f" {length * token_bytes} bytes with kv_cache_bytes ({free} are free)",
+            "max_length",
+        )
+    return held, [
+        f"max_length is lowered from the model's {length} to {held} tokens, which is what the KV cache holds"
+        f" ({_mib(held * token_bytes)}); kv_cache_bytes or memory_fraction give it more"
+    ]
 
 
 def _num_blocks(

@@ -18,7 +18,8 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
 from tritium.errors import TritiumError, invalid
-from tritium.llm.tokenizer.sandbox import OverBudget, Sandbox, plain
+from tritium.llm.tokenizer.meter import OverBudget
+from tritium.llm.tokenizer.sandbox import Sandbox, plain
 
 MAX_TEMPLATE_CHARS = 1 << 20
 """Longest template of a checkpoint; the largest published ones have some 30 thousand characters."""

@@ -19,7 +19,6 @@ from functools import wraps
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -27,62 +26,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
+from tritium.llm.tokenizer.meter import CALL, STEP, Meter, OverBudget, check_format
+
 BUDGET_UNITS = 32 << 20
 """Work that any template may do: at most one to two seconds, where a long conversation takes some milliseconds."""
 UNITS_PER_INPUT = 8
 """Work allowed on top for each unit of messages and tools."""
-STEP = 32
-"""Charge of one loop iteration, one operator, one item of a list."""
-CALL = 256
-"""Charge of one call of a function, macro, filter or test."""
-LARGEST_NUMBER = 100_000
-"""Largest count, width or precision that a template may hand to a function."""
 LARGEST_BITS = 4096
 
 _UNAVAILABLE_FILTERS = ("striptags", "urlize", "xmlattr", "wordwrap", "pprint")
-_QUADRATIC_METHODS = frozenset({"striptags", "unescape"})
+_UNAVAILABLE_METHODS = frozenset({"striptags", "unescape", "translate", "maketrans", "encode"})
 _LISTING = frozenset(
     {"list", "sort", "unique", "batch", "slice", "groupby", "dictsort", "join", "min", "max", "sum", "length", "count"}
 )
 _SORTING = frozenset({"sort", "unique", "groupby", "dictsort", "min", "max"})
-_WIDE = re.compile(r"\d{4,}|\{[^{}]*\{|%[^%a-zA-Z]*\*")
-
-
-class OverBudget(SecurityError):
-    """The template does more than its budget allows."""
-
-
-class Meter:
-    """What is left of one rendering's budget."""
-
-    def __init__(self, units: int) -> None:
-        self.left = units
-
-    def spend(self, units: int) -> None:
-        """Charge ``units``; raises ``OverBudget`` when they are not left."""
-        self.left -= max(units, 0)
-        if self.left < 0:
-            raise OverBudget("the chat template does more work than its budget allows")
-
-    def weigh(self, value: Any) -> int:
-        """Size of a value in units, shared parts counted as often as they occur; raises when over what is left."""
-        if isinstance(value, str | bytes):
-            return len(value)
-        total, stack = 0, [value]
-        while stack:
-            item = stack.pop()
-            if isinstance(item, str | bytes):
-                total += len(item)
-            elif isinstance(item, list | tuple | set | frozenset):
-                total += STEP * len(item)
-                stack.extend(item)
-            elif isinstance(item, Mapping):
-                total += STEP * len(item)
-                stack.extend(item.keys())
-                stack.extend(item.values())
-            if total > self.left:
-                self.spend(total)
-        return total
 
 
 class _Metering(NodeTransformer):
@@ -90,7 +47,9 @@ class _Metering(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_filter("_step", nodes.Const(None))))
+        node.body.insert(0, nodes.ExprStmt(_filter("_charge", nodes.Const(None))))
+        if node.test is not None:
+            node.test = _filter("_charge", node.test)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -121,7 +80,7 @@ class _Metering(NodeTransformer):
         return node
 
 
-def _filter(name: str, value: nodes.Expr) -> nodes.Filter:
+def _filter(name: str, value: Any) -> nodes.Filter:
     return nodes.Filter(value, name, [], [], None, None)
 
 
@@ -141,11 +100,15 @@ class _Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment that chat templates are written for (that of transformers), behind both walls."""
+    """The environment that chat templates are written for (that of transformers), behind both walls.
+
+    Args:
+        units: budget of one rendering, before what its own size adds.
+    """
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
-    def __init__(self) -> None:
+    def __init__(self, units: int = BUDGET_UNITS) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -155,6 +118,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             finalize=self._output,
             cache_size=0,
         )
+        self._units = units
         self._thread = threading.local()
         for name in _UNAVAILABLE_FILTERS:
             del self.filters[name]
@@ -164,13 +128,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["safe"] = str
         self.filters.update({name: self._metered(name, each) for name, each in self.filters.items()})
         self.tests.update({name: self._metered(name, each) for name, each in self.tests.items()})
-        own = {"_step": self._step, "_concat": self._concat, "_charge": self._charge, "_constant": self._constant}
+        own = {"_concat": self._concat, "_charge": self._charge, "_constant": self._constant}
         self.filters.update(own)
         self.globals.update({"raise_exception": _raise_exception, "strftime_now": _strftime_now})
 
     def run(self, template: Template, variables: dict[str, Any]) -> str:
         """Render within a fresh budget, which grows with the size of ``variables``."""
-        units = BUDGET_UNITS + UNITS_PER_INPUT * Meter(1 << 62).weigh(variables)
+        units = self._units + UNITS_PER_INPUT * Meter(1 << 62).weigh(variables)
         outer = getattr(self._thread, "meter", None)
         self._thread.meter = Meter(units)
         try:
@@ -192,8 +156,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._meter.spend(CALL + self._meter.weigh(args) + self._meter.weigh(kwargs))
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str | bytes):
-            self._check_numbers(name, args, kwargs)
-            self._before(name, owner, args, kwargs)
+            self._meter.before(name, owner, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
         self._meter.spend(self._meter.weigh(result))
         return result
@@ -207,7 +170,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if isinstance(times, int):
                 self._meter.spend(self._meter.weigh(value) * max(times, 0) + max(times, 0))
         elif operator == "%" and isinstance(left, str):
-            _check_format(left)
+            check_format(left)
             self._meter.spend(self._meter.weigh(right) * (1 + left.count("%")) + len(left))
         elif isinstance(left, sized) or isinstance(right, sized):
             self._meter.spend(self._meter.weigh(left) + self._meter.weigh(right))
@@ -218,8 +181,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Also keeps out markup methods whose time grows with the square of their input."""
-        return super().is_safe_attribute(obj, attr, value) and not (isinstance(obj, str) and attr in _QUADRATIC_METHODS)
+        """Also keeps out methods of strings whose time or result is no multiple of their input."""
+        unavailable = isinstance(obj, str) and attr in _UNAVAILABLE_METHODS
+        return not unavailable and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """``str.format`` as the sandbox has it, where the format asks for no great width."""
@@ -227,7 +191,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if wrapped is None:
             return None
         text: str = value.__self__
-        _check_format(text)
+        check_format(text)
 
         def format_(*args: Any, **kwargs: Any) -> str:
             self._meter.spend((self._meter.weigh(args) + self._meter.weigh(kwargs)) * (1 + text.count("{")) + len(text))
@@ -250,49 +214,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 value = list(value)
                 args = (*args[:passes], value, *given[1:])
                 given = args[passes:]
-            if name not in ("default", "d"):
-                self._check_numbers(name, given[1:], kwargs)
             factor = 4 if name in _SORTING else 1
             listed = STEP * len(value) if name in _LISTING and isinstance(value, str) else 0
             meter.spend(CALL + factor * (meter.weigh(given) + meter.weigh(kwargs) + listed))
-            self._before(name, value, given[1:], kwargs)
+            meter.before(name, value, given[1:], kwargs)
             result = function(*args, **kwargs)
             meter.spend(meter.weigh(result))
             return result
 
         return metered
-
-    def _check_numbers(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for number in (*args, *kwargs.values()):
-            if isinstance(number, int) and abs(number) > LARGEST_NUMBER:
-                raise OverBudget(f"the chat template calls {name} with {number}; at most {LARGEST_NUMBER} is allowed")
-
-    def _before(self, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Charge what makes more of its input than it weighs."""
-        weigh, given = self._meter.weigh, [*args, *kwargs.values()]
-        match name:
-            case "replace" if isinstance(value, str) and given and isinstance(given[0], str):
-                self._meter.spend(value.count(given[0]) * weigh(given[1:]))
-            case "join" if isinstance(value, str):  # the method: separator.join(items)
-                items = given[0] if given else ()
-                self._meter.spend(len(value) * (len(items) if hasattr(items, "__len__") else LARGEST_NUMBER))
-            case "join":
-                self._meter.spend(weigh(given) * (len(value) if hasattr(value, "__len__") else 1))
-            case "indent" if isinstance(value, str):
-                width = max((each if isinstance(each, int) else weigh(each) for each in given), default=4)
-                self._meter.spend(width * (value.count("\n") + 1))
-            case "expandtabs" if isinstance(value, str):
-                self._meter.spend(value.count("\t") * max((each for each in given if isinstance(each, int)), default=8))
-            case "split" | "rsplit" | "splitlines" if isinstance(value, str):
-                separator = given[0] if given and isinstance(given[0], str) and given[0] else None
-                self._meter.spend(STEP * (value.count(separator) if separator else len(value)))
-            case "format" if isinstance(value, str):
-                _check_format(value)
-                self._meter.spend(weigh(given) * (1 + value.count("%")))
-            case "sum" if any(isinstance(each, list | tuple | str) for each in given[1:]):
-                raise OverBudget("the chat template sums what are no numbers")
-            case _:
-                pass
 
     def _tojson(
         self,
@@ -323,13 +253,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     @pass_context
-    def _step(self, _context: Context, _value: None) -> str:
-        self._meter.spend(STEP)
-        return ""
-
-    @pass_context
     def _charge(self, _context: Context, value: Any) -> Any:
-        self._meter.spend(self._meter.weigh(value))
+        if hasattr(value, "__next__"):
+            value = list(value)  # an iterator has no size, and comparing with one runs it
+        self._meter.spend(STEP + self._meter.weigh(value))
         return value
 
     @pass_context
@@ -341,11 +268,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _concat(self, _context: Context, values: list[Any]) -> str:
         self._meter.spend(STEP + self._meter.weigh(values))
         return "".join(map(str, values))
-
-
-def _check_format(text: str) -> None:
-    if _WIDE.search(text):
-        raise OverBudget("the chat template formats with a width of more than three digits, or a computed one")
 
 
 def _no_json(value: Any) -> Any:

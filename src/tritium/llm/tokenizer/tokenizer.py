@@ -160,7 +160,7 @@ class Tokenizer:
         parts = self._chat.render(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, template=template, variables=variables
         )
-        return self._codec.encode([_valid(part) if isinstance(part, str) else part for part in parts])
+        return self._codec.encode([_valid(part, "messages") if isinstance(part, str) else part for part in parts])
 
     def _split(self, text: str) -> list[str | int]:
         if self._find_special is None:
@@ -315,7 +315,7 @@ def _templates(files: Mapping[str, Any]) -> dict[str, str]:
     return named
 
 
-def _valid(text: str) -> str:
+def _valid(text: str, param: str = "prompt") -> str:
     """The text, when it can be encoded as UTF-8 at all."""
     try:
         text.encode()
@@ -323,6 +323,6 @@ def _valid(text: str) -> str:
         raise invalid(
             f"the text has half of a surrogate pair (U+{ord(text[error.start]):04X}) at character {error.start};"
             " expected valid Unicode",
-            param="prompt",
+            param=param,
         ) from error
     return text

@@ -31,7 +31,7 @@ FLAGS = [
     "-Wno-maybe-uninitialized",
 ]
 SOURCES = ("attention.cpp", "fused.cpp", "sampling.cpp")
-HEADERS = ("batch.h", "vector.h")
+HEADERS = ("batch.h", "tiles.h", "vector.h")
 COMPILE_LIMIT_S = 300
 
 

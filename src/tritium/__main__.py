@@ -1,0 +1,7 @@
+"""``python -m tritium``: the command line."""
+
+import sys
+
+from tritium.cli import main
+
+sys.exit(main())

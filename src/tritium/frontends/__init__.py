@@ -1,0 +1,1 @@
+"""Protocols: each parses, calls ``serving.Server``, and renders."""

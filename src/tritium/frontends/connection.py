@@ -1,0 +1,148 @@
+"""One HTTP connection: uvicorn's httptools protocol with limits on the head and manners for HTTP/1.0.
+
+uvicorn reads a head of any size and takes any time for it, and answers HTTP/1.0 as if it were 1.1; Triton
+answers it in kind, and proxies that speak it do not expect chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 << 10
+HEAD_TIMEOUT_S = 30.0
+# Requests that one connection may send before the first of them is answered.
+MAX_PIPELINED = 256
+# Of a body that was answered before it was read (413), this much is thrown away before the connection is closed:
+# closing at once would often cost the client the answer.
+MAX_DISCARDED_BYTES = 64 << 20
+
+_REFUSALS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+
+
+class Connection(HttpToolsProtocol):
+    """A connection whose request heads are bounded in size and time."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._reading_head = True
+        self._head_bytes = 0
+        self._suspicious = False
+        self._discarded_bytes = 0
+        self._refusal = 400
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client connected; its first request must come in time."""
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came; a head that does not end within MAX_HEAD_BYTES is refused."""
+        if self.transport.is_closing():
+            return
+        self._suspicious = self._head_bytes + len(data) > MAX_HEAD_BYTES
+        super().data_received(data)
+        if not self._reading_head:
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refusal = 431
+            self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        self._reading_head = True
+        self._discarded_bytes = 0
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """The head is whole; the application starts."""
+        self._stop_head_timer()
+        self._reading_head = False
+        self._head_bytes = 0
+        if self._suspicious and sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._refusal = 431
+            raise ValueError("head too large")  # the parser stops, and send_400_response is called
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self.transport.close()
+            raise ValueError("too many pipelined requests")
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.transport = _Http10(self.transport)  # type: ignore[assignment]
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        super().on_body(body)
+        if self.cycle.response_complete:
+            self._discarded_bytes += len(body)
+            if self._discarded_bytes > MAX_DISCARDED_BYTES:
+                self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is no acceptable request, and closes."""
+        self._stop_head_timer()
+        if self.transport.is_closing():
+            return
+        reason = _REFUSALS[self._refusal]
+        body = b'{"error":"%s"}' % reason.encode()
+        lines = (
+            STATUS_LINE[self._refusal],
+            b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body),
+            body,
+        )
+        self.transport.write(b"".join(lines))
+        self.transport.close()
+
+    def _head_too_slow(self) -> None:
+        self._head_timer = None
+        self._refusal = 408
+        self.send_400_response("")
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+class _Http10:
+    """The transport as an answer to HTTP/1.0 sees it: its version in the status line, no chunks."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._in_body = False
+        self._chunked = False
+
+    def write(self, data: bytes) -> None:
+        """Writes the head, or one piece of the body (uvicorn writes whole chunks)."""
+        if not self._in_body:
+            self._in_body = True
+            head = b"HTTP/1.0" + data.removeprefix(b"HTTP/1.1")
+            self._chunked = b"\r\ntransfer-encoding: chunked\r\n" in head
+            data = head.replace(b"\r\ntransfer-encoding: chunked\r\n", b"\r\n", 1)
+        elif self._chunked:
+            data = self._unchunked(data)
+        self._transport.write(data)
+
+    @staticmethod
+    def _unchunked(data: bytes) -> bytes:
+        parts: list[bytes] = []
+        at = 0
+        while at < len(data):
+            end = data.index(b"\r\n", at)
+            size = int(data[at:end], 16)
+            parts.append(data[end + 2 : end + 2 + size])
+            at = end + 4 + size
+        return b"".join(parts)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

@@ -1,0 +1,115 @@
+"""The gRPC port: the KServe service, the standard health service and reflection on one asyncio server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection
+
+from tritium.errors import Code, TritiumError
+from tritium.frontends.kserve.grpc import SERVICE, KserveGrpc
+
+if TYPE_CHECKING:
+    from tritium.serving.server import Server
+
+# How often a watcher of the health service looks, in seconds.
+_WATCH_S = 0.5
+_HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+
+class GrpcFrontend:
+    """One gRPC server in front of a Server.
+
+    Args:
+        max_message_bytes: largest message that is taken, after decompression; more is RESOURCE_EXHAUSTED.
+            The requests of one ModelStreamInfer call that run at the same time share as many bytes.
+        max_concurrent_streams: calls of one connection that run at the same time.
+        max_in_flight: requests of one ModelStreamInfer call that run at the same time.
+        write_timeout_s: how long a client of ModelStreamInfer may read none of its answers.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        max_message_bytes: int = 64 << 20,
+        max_concurrent_streams: int = 1024,
+        max_in_flight: int = 256,
+        write_timeout_s: float = 60.0,
+    ) -> None:
+        self._server = server
+        self._kserve = KserveGrpc(
+            server,
+            max_in_flight=max_in_flight,
+            max_in_flight_bytes=max_message_bytes,
+            write_timeout_s=write_timeout_s,
+        )
+        self._options: list[tuple[str, int]] = [
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_concurrent_streams", max_concurrent_streams),
+            # Two servers must not share a port unnoticed.
+            ("grpc.so_reuseport", 0),
+            # A client whose machine went away is noticed, and its requests end, after these two.
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+        ]
+        self._listener: grpc.aio.Server | None = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 8001) -> int:
+        """Listens; returns the port, which matters when 0 was asked for.
+
+        Raises:
+            TritiumError: UNAVAILABLE when the address cannot be had.
+        """
+        listener = grpc.aio.server(options=self._options)
+        listener.add_generic_rpc_handlers((self._kserve.handlers(), self._health()))
+        reflection.enable_server_reflection((SERVICE, _HEALTH, reflection.SERVICE_NAME), listener)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = listener.add_insecure_port(address)
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise TritiumError(Code.UNAVAILABLE, f"gRPC cannot listen on {address}: is the port in use?")
+        await listener.start()
+        self._listener = listener
+        return bound
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new calls, lets the running ones finish for at most ``grace_s``, then cancels them."""
+        if self._listener is not None:
+            await self._listener.stop(grace_s)
+            self._listener = None
+
+    def _health(self) -> grpc.GenericRpcHandler:
+        serializer: Any = health_pb2.HealthCheckResponse.SerializeToString
+        deserializer: Any = health_pb2.HealthCheckRequest.FromString
+        return grpc.method_handlers_generic_handler(
+            _HEALTH,
+            {
+                "Check": grpc.unary_unary_rpc_method_handler(self._check, deserializer, serializer),
+                "Watch": grpc.unary_stream_rpc_method_handler(self._watch, deserializer, serializer),
+            },
+        )
+
+    def _status(self) -> Any:
+        """SERVING or NOT_SERVING, whatever service is asked about, as Triton answers."""
+        states = health_pb2.HealthCheckResponse
+        return states(status=states.SERVING if self._server.ready() else states.NOT_SERVING)
+
+    async def _check(self, request: Any, context: Any) -> Any:
+        return self._status()
+
+    async def _watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        last = None
+        while True:
+            status = self._status()
+            if status != last:
+                last = status
+                yield status
+            await asyncio.sleep(_WATCH_S)

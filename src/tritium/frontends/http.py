@@ -1,0 +1,248 @@
+"""The HTTP port: KServe v2, OpenAI, health and metrics as one application, and the listener that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import orjson
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+
+from tritium.errors import Code, TritiumError
+from tritium.frontends.asgi import JSON, App, BoundedBody, ClientLeft, Event, Receive, Scope, Send, reply, too_large
+from tritium.frontends.connection import Connection
+from tritium.frontends.kserve.http import KserveHttp, send_error
+from tritium.frontends.openai.routes import error_response
+from tritium.frontends.openai.routes import routes as openai_routes
+from tritium.observability import logs
+from tritium.observability.metrics import CONTENT_TYPE, Metrics
+
+if TYPE_CHECKING:
+    from tritium.serving.server import Server
+
+_log = logs.get(__name__)
+
+MAX_REQUEST_ID = 128
+
+
+def app(
+    server: Server,
+    metrics: Metrics | None = None,
+    *,
+    max_body_bytes: int = 64 << 20,
+    body_timeout_s: float = 30.0,
+    write_timeout_s: float = 60.0,
+) -> App:
+    """The application of the HTTP port.
+
+    Args:
+        metrics: what ``/metrics`` shows; None leaves that route out.
+        max_body_bytes: largest body that is taken, before and after decompression; more is 413.
+        body_timeout_s: how long nothing of a body may come; then 408.
+        write_timeout_s: how long a client of a stream may read nothing.
+    """
+    kserve = KserveHttp(server, max_body_bytes=max_body_bytes, write_timeout_s=write_timeout_s)
+    rest = Router([*_own_routes(server, metrics), *openai_routes(server)], redirect_slashes=False, default=_not_found)
+    return _Entrance(server, kserve, rest, max_body_bytes, body_timeout_s)
+
+
+class _Entrance:
+    """Where every HTTP request comes in: limits, request id, the choice of a front end, the last error handler."""
+
+    def __init__(self, server: Server, kserve: App, rest: App, max_body_bytes: int, body_timeout_s: float) -> None:
+        self._server = server
+        self._kserve = kserve
+        self._rest = rest
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        length = b""
+        extra: list[tuple[bytes, bytes]] = []
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                length = value
+            elif name == b"x-request-id" and _is_request_id(value):
+                extra.append((name, value))
+                logs.request_id.set(value.decode("ascii"))
+        if self._server.draining:
+            extra.append((b"connection", b"close"))
+        if extra:
+            send = _with_headers(send, extra)
+        try:
+            if length.isdigit() and int(length) > self._max_body_bytes:
+                raise too_large(self._max_body_bytes)
+            receive = BoundedBody(receive, self._max_body_bytes, self._body_timeout_s)
+            if scope["raw_path"].startswith(b"/v2"):
+                await self._kserve(scope, receive, send)
+            else:
+                # Starlette raises HTTPException, instead of answering itself, only where there is an application.
+                scope["app"] = self
+                await self._rest(scope, receive, send)
+        except Exception as error:
+            await _fail(scope, receive, send, error)
+
+
+def _is_request_id(value: bytes) -> bool:
+    return 0 < len(value) <= MAX_REQUEST_ID and value.isascii() and value.decode("ascii").isprintable()
+
+
+def _with_headers(send: Send, extra: list[tuple[bytes, bytes]]) -> Send:
+    async def send_with(event: Event) -> None:
+        if event["type"] == "http.response.start":
+            event["headers"] = [*event.get("headers", ()), *extra]
+        await send(event)
+
+    return send_with
+
+
+async def _fail(scope: Scope, receive: Receive, send: Send, error: Exception) -> None:
+    """Answers a request that ended with an exception, where anybody still waits for an answer."""
+    if isinstance(error, ClientLeft):
+        _log.debug("client left", path=scope["path"], reason=str(error))
+    elif isinstance(error, HTTPException):
+        allowed = [(key.lower().encode(), value.encode()) for key, value in (error.headers or {}).items()]
+        code = Code.NOT_FOUND if error.status_code == 404 else Code.INVALID_ARGUMENT
+        send = _with_headers(send, allowed)
+        await _refuse(scope, receive, send, TritiumError(code, error.detail), error.status_code)
+    elif isinstance(error, TritiumError):
+        await _refuse(scope, receive, send, error)
+    else:
+        _log.error("request failed", path=scope["path"], error=error, exc_info=error)
+        try:
+            await _refuse(scope, receive, send, TritiumError(Code.INTERNAL, "internal error"))
+        except RuntimeError:
+            raise error from None  # the answer had begun: the connection is all that can be ended
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, error: TritiumError, status: int | None = None) -> None:
+    """Sends an error in the form of the routes that the path belongs to."""
+    if scope["raw_path"].startswith(b"/v1/"):
+        response = error_response(error)
+        response.status_code = status or response.status_code
+        await response(scope, receive, send)
+    elif status is not None:
+        await reply(send, status, orjson.dumps({"error": error.message}))
+    else:
+        await send_error(send, error, JSON)
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    await _refuse(scope, receive, send, TritiumError(Code.NOT_FOUND, "Not Found"))
+
+
+def _own_routes(server: Server, metrics: Metrics | None) -> list[Route]:
+    async def health(request: Request) -> Response:
+        return _json({"live": server.live()}, 200 if server.live() else 503)
+
+    async def ready(request: Request) -> Response:
+        if server.ready():
+            return _json({"ready": True}, 200)
+        return _json({"ready": False, "reason": _why_not_ready(server)}, 503)
+
+    routes = [Route("/health", health), Route("/ready", ready)]
+    if metrics is not None:
+
+        async def page(request: Request) -> Response:
+            return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+        routes.append(Route("/metrics", page))
+    return routes
+
+
+def _json(value: object, status: int) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def _why_not_ready(server: Server) -> str:
+    if server.draining:
+        return "the server is draining"
+    failed = server.failures()
+    if failed:
+        return "; ".join(f"model '{name}' could not be loaded: {why}" for name, why in sorted(failed.items()))
+    waiting = [entry for entry in server.index() if not server.model_ready(entry.name, entry.version)]
+    named = [f"model '{e.name}' is {e.state or 'not loaded'}{': ' if e.reason else ''}{e.reason}" for e in waiting]
+    return "; ".join(named) or "the server is starting"
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Signals belong to ``launch``."""
+        yield
+
+
+class HttpListener:
+    """One HTTP port that serves an ASGI application.
+
+    Args:
+        keep_alive_s: how long an idle connection stays open.
+
+    Attributes:
+        port: where it listens; 0 before ``start``.
+    """
+
+    def __init__(self, application: App, *, keep_alive_s: int = 75) -> None:
+        self._config = uvicorn.Config(
+            application,  # type: ignore[arg-type]
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=keep_alive_s,
+        )
+        self._uvicorn = _Uvicorn(self._config)
+        self._serving: asyncio.Task[None] | None = None
+        self.port = 0
+
+    async def start(self, host: str = "127.0.0.1", port: int = 8000) -> int:
+        """Listens; returns the port, which matters when 0 was asked for.
+
+        Raises:
+            TritiumError: UNAVAILABLE when the address cannot be had.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listening = socket.create_server((host, port), family=family, backlog=self._config.backlog)
+        except OSError as error:
+            raise TritiumError(Code.UNAVAILABLE, f"HTTP cannot listen on {host}:{port}: {error.strerror}") from error
+        self.port = listening.getsockname()[1]
+        self._serving = asyncio.create_task(self._uvicorn.serve([listening]))
+        while not self._uvicorn.started:
+            if self._serving.done():
+                await self._serving
+            await asyncio.sleep(0.001)
+        return self.port
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new connections and closes idle ones; answers under way have ``grace_s`` and then are cancelled.
+
+        Each of those says ``Connection: close`` if it has not begun.
+        """
+        if self._serving is None:
+            return
+        self._config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
+        self._uvicorn.should_exit = True
+        await self._serving
+        self._serving = None
+
+
+async def serve(application: App, host: str = "127.0.0.1", port: int = 8000) -> HttpListener:
+    """Starts a listener for an application; end it with ``stop``."""
+    listener = HttpListener(application)
+    await listener.start(host, port)
+    return listener

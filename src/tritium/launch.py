@@ -1,0 +1,244 @@
+"""From settings to a running server and back: assemble, listen, load, run until a signal, drain.
+
+The only place that knows all parts. The ports open before the models load: a port that is taken ends the start
+at once, and probes see a server that lives and is not ready yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import uvloop
+
+from tritium.errors import Code, TritiumError, invalid
+from tritium.frontends import http
+from tritium.frontends.grpc import GrpcFrontend
+from tritium.llm.config import EngineConfig
+from tritium.llm.names import find_model, served_name
+from tritium.observability import logs
+from tritium.observability.metrics import Metrics, metrics_app
+from tritium.observability.tables import settings_table, size
+from tritium.serving.server import EngineView, Server
+from tritium.settings import Effective, ServerSettings
+
+_log = logs.get(__name__)
+
+# What listeners get to write their last answers once no request runs any more.
+CLOSE_S = 2.0
+
+
+class Listener(Protocol):
+    """A port."""
+
+    async def start(self, host: str, port: int) -> int: ...  # noqa: D102
+
+    async def stop(self, grace_s: float) -> None: ...  # noqa: D102
+
+
+def run(settings: ServerSettings, engine: Mapping[str, Any], effective: Mapping[str, Effective]) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status.
+
+    Args:
+        engine: engine settings that were given, by field name of ``EngineConfig``.
+        effective: all settings, for the banner.
+
+    Raises:
+        TritiumError: the settings contradict each other, a port cannot be had, a model cannot be loaded.
+    """
+    check(settings)
+    logs.setup(settings.log_level, settings.log_format)
+    metrics = Metrics()
+    server = make_server(settings, engine, metrics)
+    return uvloop.run(_serve(server, metrics, settings, effective))
+
+
+def check(settings: ServerSettings) -> None:
+    """Refuses settings that do not go together.
+
+    Raises:
+        TritiumError: names them.
+    """
+    if settings.model is None and not settings.model_repository:
+        raise invalid("nothing to serve: give a MODEL (try: tritium serve smollm2) or --model-repository DIR")
+    if settings.model is not None and settings.model_repository:
+        raise invalid(f"both a model ({settings.model}) and --model-repository are given, expected one of them")
+    if settings.load_model and settings.model_control_mode != "explicit":
+        raise invalid("--load-model needs --model-control-mode explicit", param="load_model")
+    if settings.model is not None and settings.model_control_mode != "none":
+        raise invalid("--model-control-mode explicit needs --model-repository", param="model_control_mode")
+    if settings.served_model_name is not None and settings.model is None:
+        raise invalid("--served-model-name needs a MODEL: in a repository, folders name the models")
+    ports = addresses(settings)
+    if not ports:
+        raise invalid("all of allow_http, allow_grpc and allow_metrics are false: nobody could ask anything")
+    taken: dict[int, str] = {}
+    for name, _, port in ports:
+        if port and taken.setdefault(port, name) != name:
+            raise invalid(f"{taken[port]}_port and {name}_port are both {port}", param=f"{name}_port")
+
+
+def addresses(settings: ServerSettings) -> list[tuple[str, str, int]]:
+    """Name, host and port of what is opened."""
+    every = [
+        ("http", settings.allow_http, settings.host, settings.http_port),
+        ("grpc", settings.allow_grpc, settings.grpc_host or settings.host, settings.grpc_port),
+        ("metrics", settings.allow_metrics, settings.metrics_host or settings.host, settings.metrics_port),
+    ]
+    return [(name, host, port) for name, wanted, host, port in every if wanted]
+
+
+def make_server(settings: ServerSettings, engine: Mapping[str, Any], metrics: Metrics) -> Server:
+    """The server of one model or of repositories; nothing is loaded yet."""
+    if settings.model is None:
+        return Server(
+            [Path(folder).expanduser() for folder in settings.model_repository],
+            control=settings.model_control_mode,
+            load_models=settings.load_model,
+            settings=engine,
+            name=settings.server_name,
+            strict_readiness=settings.strict_readiness,
+            load_limit=settings.model_load_limit,
+            metrics=metrics,
+        )
+    return Server.for_model(
+        settings.served_model_name or served_name(settings.model),
+        find_model(settings.model),
+        # As in a repository, the batch dimension of tensors goes up to the sequences that run together.
+        max_batch_size=engine.get("max_rows", EngineConfig.__dataclass_fields__["max_rows"].default),
+        settings=engine,
+        server_name=settings.server_name,
+        strict_readiness=settings.strict_readiness,
+        metrics=metrics,
+    )
+
+
+async def _serve(server: Server, metrics: Metrics, settings: ServerSettings, effective: Mapping[str, Effective]) -> int:
+    begun = time.monotonic()
+    stop = Signals()
+    listeners = {
+        "http": http.HttpListener(http.app(server, metrics, max_body_bytes=settings.http_max_body_bytes)),
+        "grpc": GrpcFrontend(server, max_message_bytes=settings.grpc_max_message_bytes),
+        "metrics": http.HttpListener(metrics_app(metrics)),
+    }
+    opened: dict[str, Listener] = {}
+    urls: dict[str, str] = {}
+    drained = False
+    try:
+        for name, host, port in addresses(settings):
+            bound = await _listen(listeners[name], name, host, port)
+            opened[name] = listeners[name]
+            urls[name] = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        _log.info("loading", **urls)
+        if not await stop.while_running(server.start()):
+            return 0
+        _refuse_failures(server, settings)
+        # What was made while loading lives as long as we do: keep the collector from walking it in every pass.
+        gc.collect()
+        gc.freeze()
+        print(banner(server, urls, effective, time.monotonic() - begun), flush=True)
+        await stop.first.wait()
+        _log.info("stopping: requests in flight may finish", timeout_s=settings.exit_timeout_secs)
+        drained = await stop.while_running(server.drain(settings.exit_timeout_secs))
+        return 0
+    finally:
+        if not drained:
+            await server.drain(0)
+        await asyncio.gather(*(listener.stop(CLOSE_S) for listener in opened.values()))
+
+
+async def _listen(listener: Listener, name: str, host: str, port: int) -> int:
+    try:
+        return await listener.start(host, port)
+    except TritiumError as error:
+        hint = f"choose another with --{name}-port, or end what listens there"
+        raise TritiumError(error.code, f"{error.message} ({hint})", param=f"{name}_port") from None
+
+
+class Signals:
+    """SIGTERM and SIGINT: the first one ends the service, the next one ends the patience with what still runs."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self._last = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._arrive)
+
+    def _arrive(self) -> None:
+        (self._last if self.first.is_set() else self.first).set()
+
+    async def while_running(self, work: Any) -> bool:
+        """Awaits ``work`` unless a (further) signal comes first; whether it ended by itself."""
+        event = self._last if self.first.is_set() else self.first
+        task = asyncio.ensure_future(work)
+        waiting = asyncio.ensure_future(event.wait())
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            return False
+        await task
+        return True
+
+
+def _refuse_failures(server: Server, settings: ServerSettings) -> None:
+    failures = server.failures()
+    for name, reason in failures.items():
+        _log.error("model cannot be loaded", model=name, reason=reason)
+    if failures and (settings.exit_on_error or settings.model is not None):
+        said = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+        hint = "" if settings.model is not None else " (--no-exit-on-error serves the others)"
+        raise TritiumError(Code.UNAVAILABLE, f"cannot load {said}{hint}")
+
+
+def banner(server: Server, urls: Mapping[str, str], effective: Mapping[str, Effective], ready_s: float) -> str:
+    """What an operator wants to see at start: where, what, with which settings, in how much memory; what to try."""
+    names = [entry.name for entry in server.index() if server.model_ready(entry.name)]
+    lines = [f"Tritium {version('tritium')} serves {', '.join(names) or 'no model yet'}, ready in {ready_s:.1f} s", ""]
+    what = {
+        "http": "http://{}  (/v1 OpenAI, /v2 KServe, /metrics)",
+        "grpc": "{}  (KServe v2, health, reflection)",
+        "metrics": "http://{}/metrics",
+    }
+    lines += [f"  {name:<8} {what[name].format(url)}" for name, url in urls.items()]
+    lines += ["", *(f"  {line}" for line in settings_table(effective).splitlines())]
+    for engine in server.engines():
+        lines += ["", *_budget(engine)]
+    engines = server.engines()
+    if engines and "http" in urls:
+        body = {"model": engines[0].name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
+        lines += ["", "  try:", f"  curl http://{urls['http']}/v1/chat/completions \\"]
+        lines += ["    -H 'Content-Type: application/json' \\", f"    -d '{json.dumps(body)}'"]
+    return "\n".join([*lines, ""])
+
+
+def _budget(engine: EngineView) -> list[str]:
+    info = engine.info
+    budget = info.budget
+    tokens = budget.num_blocks * budget.block_size
+    rows = [
+        ("weights", size(budget.weights_bytes), f"{info.dtype} on {info.device}: {info.dtype_reason}"),
+        ("activations", size(budget.activations_bytes), f"kernels: {info.kernels}"),
+        (
+            "KV cache",
+            size(budget.kv_bytes),
+            f"{size(budget.kv_bytes_per_token)} per token: {tokens} tokens in {budget.num_blocks} blocks of "
+            f"{budget.block_size}; {info.max_length} at most in a sequence, {info.max_rows} sequences at a time",
+        ),
+        ("margin", size(budget.margin_bytes), "left free"),
+    ]
+    phases = ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {s:.2f} s" for name, s in info.startup.items())
+    lines = [f"  memory of {engine.name} (version {engine.version}, {info.family})"]
+    lines += [f"    {name:<12} {value:>10}  {about}" for name, value, about in rows]
+    lines.append(f"    start        {phases}")
+    return lines + [f"    note         {notice}" for notice in info.notices]
