@@ -169,6 +169,18 @@ def test_the_budget_grows_with_the_request(sandbox: Sandbox) -> None:
     assert len(run(sandbox, source, messages=messages)) > 20_000 * 100
 
 
+def test_long_texts_pass(sandbox: Sandbox) -> None:
+    source = (
+        "{% for m in messages %}{% set c = m.content %}{% if '</think>' in c %}"
+        "{% set r = c.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+        "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+        "{% if c is string and c|length > 1 and c.rfind('x') != 0 and c.split() %}"
+        "{{ '<' + m.role ~ '>' + c|trim + '\n' }}{{ c.strip().replace('z', 'y') }}{% endif %}{% endfor %}"
+    )
+    for content in ("<think>\n\na\n</think>" + "some words here\n" * 130_000, "词" * 700_000):
+        assert len(run(sandbox, source, messages=[{"role": "user", "content": content}] * 2)) > 2 * len(content)
+
+
 def test_budgets_of_threads_are_apart(sandbox: Sandbox) -> None:
     def burn() -> None:
         with pytest.raises(OverBudget):

@@ -113,12 +113,12 @@ def _expanded(_meter: Meter, value: str, given: list[Any]) -> int:
 
 def _split(_meter: Meter, value: str, given: list[Any]) -> int:
     separator = given[0] if given and isinstance(given[0], str) and given[0] else None
-    return STEP * (value.count(separator) if separator else len(value))
+    return STEP * value.count(separator) if separator else 4 * len(value)
 
 
-def _searched(meter: Meter, value: str, given: list[Any]) -> int:
-    """Looked for every character of the one at every place of the other."""
-    return len(value) * meter.weigh(given)
+def _searched(_meter: Meter, value: str, given: list[Any]) -> int:
+    """Looked for every character of the one at every place of the other, several in the time of a copied one."""
+    return len(value) * sum(len(each) for each in given if isinstance(each, str)) // 8
 
 
 def _formatted(meter: Meter, value: str, given: list[Any]) -> int:

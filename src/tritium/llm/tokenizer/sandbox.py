@@ -30,8 +30,8 @@ from tritium.llm.tokenizer.meter import CALL, STEP, Meter, OverBudget, check_for
 
 BUDGET_UNITS = 32 << 20
 """Work that any template may do: at most one to two seconds, where a long conversation takes some milliseconds."""
-UNITS_PER_INPUT = 8
-"""Work allowed on top for each unit of messages and tools."""
+UNITS_PER_INPUT = 32
+"""Work allowed on top for each unit of messages and tools; about what tokenizing them takes."""
 LARGEST_BITS = 4096
 
 _UNAVAILABLE_FILTERS = ("striptags", "urlize", "xmlattr", "wordwrap", "pprint")
@@ -39,6 +39,7 @@ _UNAVAILABLE_METHODS = frozenset({"striptags", "unescape", "translate", "maketra
 _LISTING = frozenset(
     {"list", "sort", "unique", "batch", "slice", "groupby", "dictsort", "join", "min", "max", "sum", "length", "count"}
 )
+_PER_CHARACTER = _LISTING - {"length", "count"}
 _SORTING = frozenset({"sort", "unique", "groupby", "dictsort", "min", "max"})
 
 
@@ -215,7 +216,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 args = (*args[:passes], value, *given[1:])
                 given = args[passes:]
             factor = 4 if name in _SORTING else 1
-            listed = STEP * len(value) if name in _LISTING and isinstance(value, str) else 0
+            listed = 8 * len(value) if name in _PER_CHARACTER and isinstance(value, str) else 0
             meter.spend(CALL + factor * (meter.weigh(given) + meter.weigh(kwargs) + listed))
             meter.before(name, value, given[1:], kwargs)
             result = function(*args, **kwargs)
