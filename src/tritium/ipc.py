@@ -114,6 +114,8 @@ async def start_child(module: str, arguments: list[str], env: Mapping[str, str])
         *arguments,
         env={**os.environ, **env},
         stdin=asyncio.subprocess.DEVNULL,
+        # A session of its own: Ctrl-C in the terminal is for us, who then end the child in good order.
+        start_new_session=True,
     )
 
 

@@ -9,13 +9,13 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from tests.tiny import make_checkpoint
-from tritium.llm.tokenizer import load_tokenizer
 
+from tests.tiny import make_checkpoint
 from tritium.errors import Code, TritiumError
 from tritium.llm.checkpoint import read_metadata
 from tritium.llm.client import EngineClient
 from tritium.llm.config import EngineConfig
+from tritium.llm.tokenizer import load_tokenizer
 from tritium.llm.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 
 

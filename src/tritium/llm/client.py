@@ -302,8 +302,14 @@ class EngineClient:
         return time.monotonic() - self._heard - self._allowance_s
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        interval_s = self._stall_s / 10
         while True:
-            await asyncio.sleep(self._stall_s / 10)
+            slept_at = time.monotonic()
+            await asyncio.sleep(interval_s)
+            # While this loop was held up it read no messages: that is not the engine's silence.
+            late_s = time.monotonic() - slept_at - interval_s
+            if late_s > interval_s:
+                self._heard += late_s
             if self._up and self._silence() > KILL_FACTOR * self._stall_s:
                 self._reason = f"stalled for {time.monotonic() - self._heard:.0f} s"
                 self._log.error("%s: %s, killing it", self._name, self._reason)
