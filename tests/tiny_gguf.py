@@ -65,26 +65,15 @@ def make_gguf(
     config = make_config(family, **overrides)
     kind = gguf.GGMLQuantizationType[quant]
     arch = "llama" if family in ("llama3", "mistral") else family
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    if config.get("head_dim"):
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
+    _add_architecture(writer, config)
     for name, value in (keys or {}).items():
         writer.add_float32(name, value)
     _add_tokenizer(writer, config)
     for name, weight in make_weights(config, seed).items():
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
-            weight = permute(weight, heads if "q_proj" in name else kv_heads)
+            weight = permute(weight, config[f"num_{'attention' if 'q_proj' in name else 'key_value'}_heads"])
         matrix = weight.ndim == 2 and kind != gguf.GGMLQuantizationType.F32
         if matrix:
             writer.add_tensor(gguf_name(name), gguf.quants.quantize(weight, kind), raw_dtype=kind)
@@ -97,6 +86,20 @@ def make_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_architecture(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

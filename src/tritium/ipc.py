@@ -64,6 +64,7 @@ class AsyncLink(Generic[Received]):
     def __init__(self, receives: Any) -> None:
         # A unix socket's path is limited to about 107 bytes: the folder must be short.
         self._folder = Path(tempfile.mkdtemp(prefix="tritium-"))
+        self._named = True
         self.address = f"ipc://{self._folder}/link"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
@@ -79,7 +80,12 @@ class AsyncLink(Generic[Received]):
 
     async def receive(self) -> Received:
         """The next message."""
-        return self._decoder.decode(await self._socket.recv())
+        data = await self._socket.recv()
+        if self._named:
+            # Both ends are connected, nobody needs the name any more; so nothing is left when we are killed.
+            self._named = False
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return self._decoder.decode(data)
 
     def close(self) -> None:
         """Gives up the channel and removes its folder."""

@@ -28,6 +28,12 @@ def test_the_only_checkpoint_of_the_folder_is_taken(tmp_path: Path) -> None:
     assert read(tmp_path).engine.model == str(tmp_path / "found.gguf")
 
 
+def test_the_model_s_own_file_wins_over_the_server_s_flags(tmp_path: Path) -> None:
+    config = ModelConfig("m", None, backend="tritium", max_batch_size=4, parameters={"max_length": "100"})
+    found = read(tmp_path, config, settings={"max_rows": 9, "max_length": 50, "max_waiting": 3}).engine
+    assert (found.max_rows, found.max_length, found.max_waiting) == (4, 100, 3)
+
+
 @pytest.mark.parametrize("key", ["gpt_model_path", "engine_dir", "model"])
 def test_a_named_checkpoint_wins(tmp_path: Path, key: str) -> None:
     (tmp_path / "other").mkdir()
@@ -143,7 +149,7 @@ def test_triton_config_holds_sampling_values(tmp_path: Path) -> None:
     ("entries", "text"),
     [
         ({"temprature": 1}, "'temprature' is not known"),
-        ({"temperature": -1}, "temperature is -1, expected a number from 0"),
+        ({"temperature": -1}, "triton_config.json: temperature is -1, expected a number from 0"),
     ],
 )
 def test_a_wrong_triton_config_is_refused(tmp_path: Path, entries: dict[str, Any], text: str) -> None:

@@ -25,6 +25,7 @@ class Letters:
     """A tokenizer whose tokens are ASCII codes."""
 
     eos_token_ids = (3,)
+    longest_token = 1
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("ascii"))
@@ -194,6 +195,13 @@ async def test_values_come_from_inputs_parameters_json_and_the_model() -> None:
     await run(one, request(text_input=[["A"]]))
     params = one._backend.seen[-1].params  # type: ignore[attr-defined]
     assert (params.temperature, params.max_tokens) == (0.5, DEFAULT_MAX_TOKENS)
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = form()
+    monkeypatch.setattr(Letters, "encode", lambda *_: pytest.fail("it was tokenized"))
+    with pytest.raises(TritiumError, match="text_input has at least 9000 tokens, expected fewer than the context of 64"):
+        await run(one, request(text_input=[["A" * 9000]]))
 
 
 async def test_rows_of_a_seeded_batch_differ() -> None:

@@ -76,7 +76,13 @@ async def test_somebody_elses_cancellation_goes_on() -> None:
         await task
 
 
-def test_when_to_come_again() -> None:
-    error = TritiumError(Code.UNAVAILABLE, "busy", retry_after_s=0.2)
-    assert error_headers(error) == [(b"retry-after", b"1")]
+@pytest.mark.parametrize(
+    ("seconds", "header"), [(0.0, b"1"), (2e-6, b"1"), (0.2, b"1"), (1.0, b"1"), (1.01, b"2"), (30.0, b"30")]
+)
+def test_when_to_come_again_is_whole_seconds_and_never_at_once(seconds: float, header: bytes) -> None:
+    error = TritiumError(Code.UNAVAILABLE, "busy", retry_after_s=seconds)
+    assert error_headers(error) == [(b"retry-after", header)]
+
+
+def test_an_error_that_does_not_say_when_to_come_again() -> None:
     assert error_headers(TritiumError(Code.UNAVAILABLE, "busy")) == []

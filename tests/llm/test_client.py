@@ -140,6 +140,25 @@ async def test_a_hang_is_seen_and_ended(client: EngineClient) -> None:
     assert len(await collect(client, request())) > 0
 
 
+async def test_what_cannot_be_sent_fails_alone(client: EngineClient) -> None:
+    with pytest.raises(OverflowError):
+        await collect(client, request(top_k=2**64))
+    assert client.load == 0 and client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    assert sum(len(d.tokens) for d in await asyncio.wait_for(collect(client, request()), 60)) == 12
+
+
+async def test_a_fault_of_the_supervision_ends_an_engine_and_not_the_supervision(client: EngineClient) -> None:
+    def fail(_: object) -> None:
+        client.on_stats = None
+        raise RuntimeError("a fault of ours")
+
+    client.on_stats = fail
+    while not client.restarts:
+        await asyncio.sleep(0.01)
+    assert sum(len(d.tokens) for d in await asyncio.wait_for(collect(client, request()), 60)) == 12
+
+
 async def test_a_model_that_cannot_load_says_why(tmp_path: Path, checkpoint: Path) -> None:
     client = client_of(checkpoint)
     client.config = EngineConfig(model=str(tmp_path / "nothing"))

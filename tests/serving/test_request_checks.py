@@ -66,19 +66,27 @@ UNKNOWN = "[request id: <id_unknown>] "
         ),
         (
             [zeros("LEFT", 1, 4), zeros("RIGHT", 1, 4), zeros("MORE", 1, 4)],
-            UNKNOWN + "expected 2 inputs but got 3 inputs for model 'add_sub'. Got input(s) ['LEFT','RIGHT','MORE'], "
-            "but missing required input(s) []. Please provide all required input(s).",
+            UNKNOWN + "expected 2 inputs but got 3 inputs for model 'add_sub'. Got input(s) ['MORE','RIGHT','LEFT'], "
+            "but missing required input(s) ]. Please provide all required input(s).",
         ),
         ([zeros("LEFT", 1, 4), zeros("MORE", 1, 4)], "unexpected inference input 'MORE' for model 'add_sub'"),
         (
             [zeros("LEFT", 1, 4), zeros("RIGHT", 2, 4)],
-            UNKNOWN + "input 'RIGHT' batch size does not match other inputs for 'add_sub'",
+            UNKNOWN + "input 'LEFT' batch size does not match other inputs for 'add_sub'",
         ),
         (
             [zeros("LEFT", 9, 4), zeros("RIGHT", 9, 4)],
             UNKNOWN + "inference request batch-size must be <= 8 for 'add_sub'",
         ),
-        ([zeros("LEFT", 0, 4), zeros("RIGHT", 0, 4)], UNKNOWN + "input 'LEFT' for model 'add_sub' has batch size 0"),
+        ([zeros("LEFT", 4), zeros("RIGHT", 1, 4)], UNKNOWN + "input 'LEFT' batch size does not match other inputs"),
+        (
+            [zeros("LEFT", 0, 4), zeros("RIGHT", 0, 4)],
+            UNKNOWN + "input byte size mismatch for input 'RIGHT' for model 'add_sub'. Expected 16, got 0",
+        ),
+        (
+            [Tensor("LEFT", DType.FP32, (-1, 4), memoryview(b"")), zeros("RIGHT", 1, 4)],
+            UNKNOWN + "All input dimensions should be specified for input 'LEFT' for model 'add_sub', got [-1,4]",
+        ),
         ([zeros("LEFT"), zeros("RIGHT", 1, 4)], UNKNOWN + "input 'LEFT' has no shape but model requires batch"),
         (
             [zeros("LEFT", 1, 4, dtype=np.int32), zeros("RIGHT", 1, 4)],
@@ -103,6 +111,12 @@ def test_requests_that_do_not_fit(tensors: list[Tensor], words: str):
     assert told(ADD_SUB, *tensors).startswith(words)
 
 
+def test_an_empty_batch_of_empty_rows():
+    config = made('max_batch_size: 8 input { name: "IN" data_type: TYPE_FP32 dims: -1 }')
+    assert told(config, zeros("IN", 0, 0)).endswith("batch size is 0 for model 'm', expected at least 1")
+    assert "Expected 4, got 0" in told(config, zeros("IN", 0, 1))
+
+
 def test_the_request_id_is_named():
     assert told(ADD_SUB, id="x1").startswith("[request id: x1] expected 2 inputs but got 0 inputs")
 
@@ -117,6 +131,8 @@ def test_unknown_outputs():
 
 def test_optional_inputs_are_counted():
     assert "expected number of inputs between 1 and 2 but got 0 inputs" in told(OPTIONAL)
+    # Recorded (generate/missing_input): the number is right, so the backend must notice that A is not there.
+    assert told(OPTIONAL, zeros("B", 2)) == "1"
     assert told(OPTIONAL, zeros("A", 2), zeros("C", 2)) == "unexpected inference input 'C' for model 'm'"
 
 

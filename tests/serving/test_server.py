@@ -67,7 +67,13 @@ async def test_metadata(repository: Path):
                 f"failed to get model version from specified version string '{text}' (details: stol), "
                 "version should be an integral value > 0",
             )
-            for text in ("x", "-1", "1.0", "99999999999999999999", "٣", " 1", "9223372036854775808")
+            for text in ("x", "1.0", "99999999999999999999", "٣", " 1", "9223372036854775808")
+        ),
+        (
+            "echo",
+            "-1",
+            Code.INVALID_ARGUMENT,
+            "invalid model version specified '-1' , version should be an integral value > 0",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tritium.backends.base import LoadContext
 from tritium.backends.config import DynamicBatching, InstanceGroup, ModelConfig
-from tritium.errors import invalid
+from tritium.errors import TritiumError, invalid
 from tritium.llm.config import EngineConfig
 from tritium.llm.params import is_sampling_field, make_params
 
@@ -116,7 +116,7 @@ def read_settings(context: LoadContext, find_checkpoint: typing.Callable[[Path],
     elif not config.backend and config.platform == "tensorrt_llm":
         alias = "tensorrtllm"
     found = LlmSettings(alias, EngineConfig(model=""), groups=config.instances)
-    found.engine = replace(found.engine, **dict(context.settings), **_batching(config))
+    found.engine = replace(found.engine, **{**context.settings, **_batching(config)})
     path = context.checkpoint
     if alias == "vllm" and context.version_folder is not None:
         path = _model_json(found, context.version_folder) or path
@@ -192,7 +192,10 @@ def _triton_config(found: LlmSettings, entries: Mapping[str, object]) -> None:
         if not is_sampling_field(key):
             raise invalid(f"triton_config.json: '{key}' is not known, expected a sampling parameter", param=key)
         found.sampling[key] = value
-    make_params(found.sampling, vocab_size=1 << 31)
+    try:
+        make_params(found.sampling, vocab_size=1 << 31)
+    except TritiumError as error:
+        raise invalid(f"triton_config.json: {error.message}", param=error.param) from None
 
 
 def _take(

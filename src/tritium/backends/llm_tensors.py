@@ -20,7 +20,7 @@ import numpy as np
 from tritium.backends.base import TextBackend, Timing
 from tritium.backends.config import ANY, ModelConfig, TensorSpec
 from tritium.backends.llm_settings import LlmSettings
-from tritium.errors import invalid
+from tritium.errors import TritiumError, invalid
 from tritium.llm.params import is_sampling_field, make_params
 from tritium.llm.types import GenerateRequest, SamplingParams, TokenDelta
 from tritium.types import DType, InferRequest, InferResponse, Tensor
@@ -208,6 +208,7 @@ class TensorForm:
         prompt: str | None = None
         if source == "text_input":
             prompt = inputs[source].text(index)
+            self._check_size(prompt, source)
             tokens = self._backend.tokenizer.encode(prompt)
         else:
             tokens = [int(t) for t in inputs[source].numbers(index)]
@@ -236,6 +237,20 @@ class TensorForm:
             return 0
         return priority - (self._batching.default_level or self._batching.levels)
 
+    def _check_size(self, text: str, source: str) -> None:
+        """Refuses a text that cannot fit before its tokenization, which would take long."""
+        if len(text) > self._backend.max_length:
+            at_least = len(text.encode()) // self._backend.tokenizer.longest_token
+            if at_least >= self._backend.max_length:
+                raise self._too_long(source, f"at least {at_least}")
+
+    def _too_long(self, source: str, length: str) -> TritiumError:
+        return invalid(
+            f"{source} has {length} tokens, expected fewer than the context of {self._backend.max_length}",
+            param=source,
+            reason="context_length_exceeded",
+        )
+
     def _check(self, tokens: list[int], source: str) -> None:
         if not tokens:
             raise invalid(f"{source} is empty, expected at least one token", param=source)
@@ -246,11 +261,7 @@ class TensorForm:
                     param=source,
                 )
         if len(tokens) >= self._backend.max_length:
-            raise invalid(
-                f"{source} has {len(tokens)} tokens, expected fewer than the context of {self._backend.max_length}",
-                param=source,
-                reason="context_length_exceeded",
-            )
+            raise self._too_long(source, str(len(tokens)))
 
     def _params(self, request: InferRequest, inputs: Mapping[str, _Column], index: int) -> SamplingParams:
         given: dict[str, Any] = {k: v for k, v in request.parameters.items() if is_sampling_field(k)}

@@ -70,7 +70,7 @@ class Connection(HttpToolsProtocol):
         self._stop_head_timer()
         self._reading_head = False
         self._head_bytes = 0
-        if self._suspicious and sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+        if self._suspicious and sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refusal = 431
             raise ValueError("head too large")  # the parser stops, and send_400_response is called
         if len(self.pipeline) >= MAX_PIPELINED:

@@ -169,8 +169,13 @@ def _why_not_ready(server: Server) -> str:
     failed = server.failures()
     if failed:
         return "; ".join(f"model '{name}' could not be loaded: {why}" for name, why in sorted(failed.items()))
-    waiting = [entry for entry in server.index() if not server.model_ready(entry.name, entry.version)]
-    named = [f"model '{e.name}' is {e.state or 'not loaded'}{': ' if e.reason else ''}{e.reason}" for e in waiting]
+    named: list[str] = []
+    for entry in server.index():
+        if not server.model_ready(entry.name, entry.version):
+            # READY in the index is that it is loaded; its engine may be gone or stalled for the moment.
+            state = "not ready" if entry.state == "READY" else entry.state or "not loaded"
+            why = entry.reason or server.model_reason(entry.name, entry.version)
+            named.append(f"model '{entry.name}' is {state}{': ' if why else ''}{why}")
     return "; ".join(named) or "the server is starting"
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import index
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -176,15 +177,15 @@ class LLM:
         self.close()
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> GenerateRequest:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt, self._vocab_size)
         if not tokens:
             raise invalid("a prompt is empty, expected at least one token", param="prompt")
-        for position, token in enumerate(tokens):
-            if not 0 <= token < self._vocab_size:
-                raise invalid(
-                    f"prompt[{position}] is {token}, expected a token id from 0 to {self._vocab_size - 1}",
-                    param="prompt",
-                )
+        if len(tokens) >= self.info.max_length:
+            raise invalid(
+                f"a prompt has {len(tokens)} tokens, expected fewer than the context of {self.info.max_length}",
+                param="prompt",
+                reason="context_length_exceeded",
+            )
         checked = make_params(msgspec.structs.asdict(params), vocab_size=self._vocab_size)
         self._number += 1
         return GenerateRequest(
@@ -228,6 +229,20 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if items and isinstance(items[0], int):
         return [items]  # pyright: ignore[reportReturnType]
     return items  # pyright: ignore[reportReturnType]
+
+
+def _token_ids(prompt: Any, vocab_size: int) -> list[int]:
+    """A prompt that is no text; integers of numpy and torch will do."""
+    if not isinstance(prompt, Iterable):
+        raise invalid(f"a prompt is {prompt!r}, expected a text or a list of token ids", param="prompt")
+    found: list[int] = []
+    for position, token in enumerate(prompt):
+        if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= index(token) < vocab_size:
+            raise invalid(
+                f"prompt[{position}] is {token!r}, expected a token id from 0 to {vocab_size - 1}", param="prompt"
+            )
+        found.append(index(token))
+    return found
 
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams", "TritiumError"]

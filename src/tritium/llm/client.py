@@ -179,9 +179,10 @@ class EngineClient:
             # Two clients may send the same id; inside, each request is its own.
             request = msgspec.structs.replace(request, id=f"{request.id}#{random.getrandbits(64):x}")
         live = Answer(request, self.tokenizer)
-        self._live[request.id] = live
         if self._up and self._link is not None:
+            # What cannot be sent fails here, and must not be tried again with every new engine.
             self._link.send(Submit([request]))
+        self._live[request.id] = live
         return live
 
     def _forget(self, live: Answer) -> None:
@@ -209,7 +210,12 @@ class EngineClient:
         """Starts the engine, and starts it again whenever it dies."""
         backoff_s = 0.0
         while not self._stopping:
-            came_up = await self._run_once()
+            try:
+                came_up = await self._run_once()
+            except Exception as error:
+                # Without this loop nobody would ever start the engine again.
+                self._log.exception("%s: the engine could not be supervised", self._name)
+                came_up, self._reason = False, f"its supervision failed: {_cause(error)}"
             if self._stopping:
                 return
             if self._started is not None and not self._started.done():
@@ -320,3 +326,8 @@ class EngineClient:
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.kill()
+
+
+def _cause(error: Exception) -> str:
+    """Why, without the paths that an OSError names."""
+    return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__

@@ -146,6 +146,7 @@ def start(config: EngineConfig, link: Link[ToEngine]) -> tuple[Engine, EngineInf
     engine = Engine(scheduler, ranks, link)
     begun = time.monotonic()
     prove(engine, info.vocab_size)
+    scheduler.start_counting()  # nobody asked for that token
     info.startup["first_token_s"] = time.monotonic() - begun
     return engine, info
 

@@ -13,6 +13,7 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+MAX_COUNT = 2**31 - 1
 
 # What other servers call the same thing; the error names the spelling that the client used.
 ALIASES: dict[str, str] = {
@@ -95,13 +96,13 @@ def _number(low: float, high: float, *, above: bool = False) -> Callable[[str, A
     return check
 
 
-def _integer(low: int, high: int | None) -> Callable[[str, Any, int], int]:
-    bounds = f"an integer from {low}" + (f" to {high}" if high is not None else "")
+def _integer(low: int, high: int) -> Callable[[str, Any, int], int]:
+    bounds = f"an integer from {low} to {high}"
 
     def check(name: str, value: Any, _vocab: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise _wrong(name, value, bounds)
-        if value < low or (high is not None and value > high):
+        if not low <= value <= high:
             raise _wrong(name, value, bounds)
         return value
 
@@ -166,15 +167,15 @@ def _logit_bias(name: str, value: Any, vocab: int) -> dict[int, float]:
 
 _CHECKS: dict[str, Callable[[str, Any, int], Any]] = {
     "temperature": _number(0.0, 100.0),
-    "top_k": _integer(-1, None),
+    "top_k": _integer(-1, MAX_COUNT),
     "top_p": _number(0.0, 1.0, above=True),
     "min_p": _number(0.0, 1.0),
     "presence_penalty": _number(-2.0, 2.0),
     "frequency_penalty": _number(-2.0, 2.0),
     "repetition_penalty": _number(0.0, 100.0, above=True),
     "logit_bias": _logit_bias,
-    "max_tokens": _integer(1, None),
-    "min_tokens": _integer(0, None),
+    "max_tokens": _integer(1, MAX_COUNT),
+    "min_tokens": _integer(0, MAX_COUNT),
     "stop_token_ids": _token_ids,
     "stop": _stops,
     "include_stop": _boolean,

@@ -283,7 +283,10 @@ class ModelMetrics:
             total = sum(level.blocks_total for level in levels)
             used = sum(level.blocks_used for level in levels)
             self._gauges["tritium_requests_running"].set(sum(level.running for level in levels))
-            self._gauges["tritium_requests_waiting"].set(sum(level.waiting for level in levels))
+            waiting = sum(level.waiting for level in levels)
+            self._gauges["tritium_requests_waiting"].set(waiting)
+            # An LLM's requests wait in its engines and nowhere else.
+            self._gauges["nv_inference_pending_request_count"].set(waiting)
             self._gauges["tritium_kv_cache_usage_ratio"].set(used / total if total else 0.0)
 
 

@@ -153,9 +153,10 @@ class Catalog:
             task.cancel()
         await asyncio.gather(*loads, return_exceptions=True)
         models = {*self.models(), *self._leaving}
+        # They stay known, and counted, until their last request has ended: the server itself refuses new ones.
+        idle = await asyncio.gather(*(model.wait_idle(timeout_s) for model in models))
         for model in models:
             model.retire()
-        idle = await asyncio.gather(*(model.wait_idle(timeout_s) for model in models))
         if not all(idle):
             _log.warning("requests are cut off", running=sum(model.running for model in models))
         await asyncio.gather(*(model.unload() for model in models))
@@ -266,7 +267,12 @@ def parse_version(version: str) -> int | None:
     if not version:
         return None
     digits = version.removeprefix("-")
-    if len(digits) < 20 and digits.isascii() and digits.isdecimal() and -1 < int(version) < 1 << 63:
+    if len(digits) < 20 and digits.isascii() and digits.isdecimal() and int(digits) < 1 << 63:
+        if int(version) < 0:
+            raise invalid(
+                f"invalid model version specified '{version}' , version should be an integral value > 0",
+                param="version",
+            )
         return int(version)
     raise invalid(
         f"failed to get model version from specified version string '{version}' (details: stol), "

@@ -224,4 +224,6 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _not_polled(name: str, why: str) -> TritiumError:
+    if not name:  # which needs no reason, and has none in the recorded answer
+        return TritiumError(Code.INTERNAL, "failed to load '', failed to poll from model repository")
     return TritiumError(Code.INTERNAL, f"failed to load '{name}', failed to poll from model repository: {why}")

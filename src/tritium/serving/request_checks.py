@@ -7,7 +7,7 @@ The texts and their order are those of a recorded Triton 2.51 (conformance group
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
 from tritium.backends.config import ANY, ModelConfig, TensorSpec
@@ -34,66 +34,69 @@ def check_request(config: ModelConfig, request: InferRequest) -> int:
     for output in request.outputs:
         if config.output(output.name) is None:
             raise invalid(f"unexpected inference output '{output.name}' for model '{config.name}'", param=output.name)
-    _check_count(config, request, prefix)
-    batch = 1
-    first = True
-    for name, tensor in request.inputs.items():
-        spec = config.input(name)
+    # Triton walks through a hash map, which hands out the few inputs of a request from the last to the first.
+    inputs = list(reversed(request.inputs.values()))
+    _check_count(config, inputs, prefix)
+    batch = _batch_size(config, inputs, prefix) if config.max_batch_size > 0 else 1
+    for tensor in inputs:
+        spec = config.input(tensor.name)
         if spec is None:
-            raise invalid(f"unexpected inference input '{name}' for model '{config.name}'", param=name)
-        if any(size < 0 for size in tensor.shape):
-            raise invalid(
-                f"{prefix}All input dimensions should be specified for input '{name}' for model '{config.name}', "
-                f"got {_list(tensor.shape)}",
-                param=name,
-            )
-        if config.max_batch_size > 0:
-            size = _batch_size(config, tensor, prefix)
-            if not first and size != batch:
-                raise invalid(
-                    f"{prefix}input '{name}' batch size does not match other inputs for '{config.name}'", param=name
-                )
-            batch = size
-        first = False
+            raise invalid(f"unexpected inference input '{tensor.name}' for model '{config.name}'", param=tensor.name)
         _check_tensor(config, spec, tensor, prefix)
+    if batch == 0:
+        raise invalid(f"{prefix}batch size is 0 for model '{config.name}', expected at least 1", param=inputs[0].name)
     return batch
 
 
-def _check_count(config: ModelConfig, request: InferRequest, prefix: str) -> None:
+def _check_count(config: ModelConfig, inputs: Sequence[Tensor], prefix: str) -> None:
+    """Only the number of inputs counts, as in Triton: a backend must look whether it got those that it needs."""
     required = [spec.name for spec in config.inputs if not spec.optional]
-    missing = [name for name in required if name not in request.inputs]
-    most, got = len(config.inputs), len(request.inputs)
-    if not missing and got <= most:
+    most, got = len(config.inputs), len(inputs)
+    if len(required) <= got <= most:
         return
-    # One unknown input in place of a needed one is told as unknown, which the caller does.
-    if len(required) <= got <= most and any(config.input(name) is None for name in request.inputs):
-        return
+    names = [tensor.name for tensor in inputs]
+    missing = [name for name in required if name not in names]
     expected = f"{most} inputs" if len(required) == most else f"number of inputs between {len(required)} and {most}"
+    # The recorded server loses the opening bracket of an empty list.
+    lacking = _names(missing) if missing else "]"
     raise invalid(
         f"{prefix}expected {expected} but got {got} inputs for model '{config.name}'. Got input(s) "
-        f"{_names(request.inputs)}, but missing required input(s) {_names(missing)}. "
-        "Please provide all required input(s).",
+        f"{_names(names)}, but missing required input(s) {lacking}. Please provide all required input(s).",
         param=missing[0] if missing else "inputs",
     )
 
 
-def _batch_size(config: ModelConfig, tensor: Tensor, prefix: str) -> int:
-    if not tensor.shape:
-        raise invalid(
-            f"{prefix}input '{tensor.name}' has no shape but model requires batch dimension for '{config.name}'",
-            param=tensor.name,
-        )
-    if tensor.shape[0] > config.max_batch_size:
-        raise invalid(
-            f"{prefix}inference request batch-size must be <= {config.max_batch_size} for '{config.name}'",
-            param=tensor.name,
-        )
-    if tensor.shape[0] == 0:
-        raise invalid(
-            f"{prefix}input '{tensor.name}' for model '{config.name}' has batch size 0, expected at least 1",
-            param=tensor.name,
-        )
-    return tensor.shape[0]
+def _batch_size(config: ModelConfig, inputs: Iterable[Tensor], prefix: str) -> int:
+    """The first dimension of all inputs; 0 where they say so."""
+    batch: int | None = None
+    for tensor in inputs:
+        if not tensor.shape:
+            raise invalid(
+                f"{prefix}input '{tensor.name}' has no shape but model requires batch dimension for '{config.name}'",
+                param=tensor.name,
+            )
+        if tensor.shape[0] < 0:
+            raise _unspecified(config, tensor, prefix)
+        if batch is not None and tensor.shape[0] != batch:
+            raise invalid(
+                f"{prefix}input '{tensor.name}' batch size does not match other inputs for '{config.name}'",
+                param=tensor.name,
+            )
+        batch = tensor.shape[0]
+        if batch > config.max_batch_size:
+            raise invalid(
+                f"{prefix}inference request batch-size must be <= {config.max_batch_size} for '{config.name}'",
+                param=tensor.name,
+            )
+    return 1 if batch is None else batch
+
+
+def _unspecified(config: ModelConfig, tensor: Tensor, prefix: str) -> TritiumError:
+    return invalid(
+        f"{prefix}All input dimensions should be specified for input '{tensor.name}' for model '{config.name}', "
+        f"got {_list(tensor.shape)}",
+        param=tensor.name,
+    )
 
 
 def _check_tensor(config: ModelConfig, spec: TensorSpec, tensor: Tensor, prefix: str) -> None:
@@ -103,6 +106,8 @@ def _check_tensor(config: ModelConfig, spec: TensorSpec, tensor: Tensor, prefix:
             f"but model '{config.name}' expects '{spec.dtype.value}'",
             param=spec.name,
         )
+    if any(size < 0 for size in tensor.shape):
+        raise _unspecified(config, tensor, prefix)
     batched = config.max_batch_size > 0
     expected = (ANY, *spec.dims) if batched else spec.dims
     if len(expected) != len(tensor.shape) or any(
@@ -117,7 +122,8 @@ def _check_tensor(config: ModelConfig, spec: TensorSpec, tensor: Tensor, prefix:
 
 
 def _check_bytes(config: ModelConfig, tensor: Tensor, prefix: str) -> None:
-    elements = prod(tensor.shape)
+    # A batch of 0 counts as no batch dimension, as recorded: without data its input misses the bytes of one row.
+    elements = prod(tensor.shape[1:] if config.max_batch_size > 0 and not tensor.shape[0] else tensor.shape)
     if tensor.dtype is DType.BYTES:
         found = _count_strings(tensor, prefix)
         if found != elements:

@@ -155,6 +155,13 @@ class Server:
         except TritiumError:
             return False
 
+    def model_reason(self, name: str, version: str = "") -> str:
+        """Why that version is not ready, as far as is known; "" when it is, or for what is unknown."""
+        try:
+            return self._model(name, version).reason
+        except TritiumError:
+            return ""
+
     def server_metadata(self) -> ServerMetadata:
         """Name, version and extensions."""
         return ServerMetadata(self._name, distribution_version("tritium"), EXTENSIONS)

@@ -41,6 +41,10 @@ class FakeTokenizer:
     eos_token_ids = (END,)
     bos_token_id = None
 
+    @property
+    def longest_token(self) -> int:
+        return max(len(self.id_to_bytes(token)) for token in range(self.vocab_size))
+
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         assert not allow_special
         return list(text.encode())

@@ -16,7 +16,7 @@ CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content"
 TEXT: dict[str, Any] = {"model": "fake", "prompt": "hi", "max_tokens": 4}
 
 SHARED: list[tuple[str, Any]] = [
-    *[("max_tokens", value) for value in (0, -1, 1.5, "4", True)],
+    *[("max_tokens", value) for value in (0, -1, 1.5, "4", True, 2**63, 10**30)],
     *[("temperature", value) for value in (-1, "NaN", 2**31, True, [])],
     *[("top_p", value) for value in (0, 1.1, -0.5, "x")],
     *[("presence_penalty", value) for value in (2.0001, -2.0001, "x")],
@@ -29,7 +29,7 @@ SHARED: list[tuple[str, Any]] = [
     *[("n", value) for value in (0, -1, 129, 1.5, "2")],
     *[("stream", value) for value in ("yes", 1)],
     ("stream_options", {"include_usage": True}),
-    *[("top_k", value) for value in (-2, 1.5)],
+    *[("top_k", value) for value in (-2, 1.5, 2**63, 2**70)],
     ("min_p", 2),
     *[("min_tokens", value) for value in (-1, 5)],
     *[("stop_token_ids", value) for value in ([VOCAB], [-1], "x", [1.5])],
@@ -144,6 +144,11 @@ def test_a_message_is_refused(live: Live, number: int) -> None:
     error = complaint(post(live, "/v1/chat/completions", CHAT | {"messages": [message]}))
     assert error["param"] == name
     assert name in error["message"]
+
+
+@pytest.mark.parametrize("name", ["x - at `$.foo", "x - at `$.messages[9]", "x` - at `$.messages[0].role[1]"])
+def test_a_field_named_like_a_complaint_is_refused(live: Live, name: str) -> None:
+    complaint(post(live, "/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "x", name: 1}]}))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +270,12 @@ def test_an_unexpected_failure_is_500_and_tells_nothing(live: Live) -> None:
     complaint(post(live, "/v1/completions", {"prompt": "x"}))
 
 
-@pytest.mark.parametrize("value", [255, 2**63, 10**30])
+def test_prompts_times_choices_are_limited(live: Live) -> None:
+    error = complaint(post(live, "/v1/completions", TEXT | {"prompt": ["a"] * 2048, "n": 2}))
+    assert (error["param"], error["message"][:24]) == ("n", "n is 2 for 2048 prompts,")
+
+
+@pytest.mark.parametrize("value", [255, 2**31 - 1])
 def test_more_tokens_than_the_context_holds_names_both_numbers(live: Live, value: int) -> None:
     error = complaint(post(live, "/v1/completions", TEXT | {"max_tokens": value}))
     assert error["code"] == "context_length_exceeded"

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 
 from tritium.llm.kernels import ops
 from tritium.llm.kernels.sampling import Filters, weigh
-from tritium.llm.runner.sampler import Draw, Sampler, uniforms
+from tritium.llm.runner.sampler import Draw, Sampler, best_of, uniforms
 from tritium.llm.types import NewRow, SamplingParams
 
 VOCAB = 97
@@ -241,6 +241,16 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     zero = one(scores, params(temperature=0.0, logprobs=0), [1], 1).logprobs[0]
     assert zero is not None and zero.top == [] and zero.token == scores.argmax().item()
     assert one(scores, params(temperature=0.0), [1], 1).logprobs == [None]
+
+
+def test_equal_logprobs_come_in_the_order_of_their_ids() -> None:
+    """Whatever the other rows ask for: 16-bit logits are often equal."""
+    values = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0]] * 3)
+    expected = [(1, 2.0), (3, 2.0), (2, 1.0), (4, 1.0), (5, 1.0), (0, 0.0)]
+    for counts in ([1, 3, 4], [2, 0, 6], [0, 5, 1], [0, 0, 0], [9, 1, 2]):
+        assert best_of(values, counts) == [expected[:count] for count in counts]
+    values[1] = torch.nan  # a bad row has no best ones, and takes none from its neighbours
+    assert best_of(values, [2, 2, 2]) == [expected[:2], [], expected[:2]]
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from time import monotonic_ns
@@ -215,8 +216,18 @@ async def abort(context: Context, error: TritiumError) -> NoReturn:
     """Ends the call with the status of an error."""
     trailing = ()
     if error.retry_after_s is not None:
-        trailing = (("grpc-retry-pushback-ms", str(round(error.retry_after_s * 1000))),)
-    await context.abort(_STATUS[error.status.grpc], error.message[:_MAX_MESSAGE], trailing)
+        trailing = (("grpc-retry-pushback-ms", str(max(1, math.ceil(error.retry_after_s * 1000)))),)
+    await context.abort(_STATUS[error.status.grpc], _fitting(error.message), trailing)
+
+
+def _fitting(message: str) -> str:
+    """As much of a message as a header takes, in which all but printable ASCII is escaped, three bytes for each."""
+    size = 0
+    for at, char in enumerate(message):
+        size += 1 if " " <= char <= "~" else 3 * len(char.encode(errors="replace"))
+        if size > _MAX_MESSAGE:
+            return message[:at]
+    return message
 
 
 def _unexpected(error: Exception) -> TritiumError:

@@ -60,10 +60,7 @@ class Call:
 
 
 class Preparer:
-    """Makes calls for models; remembers of each model how long its longest token is. Safe in threads."""
-
-    def __init__(self) -> None:
-        self._longest: dict[tuple[str, str, int], int] = {}
+    """Makes calls for models. Safe in threads."""
 
     def prepare(
         self, body: ChatRequest | CompletionRequest, model: TextModel, arrived_ns: int, request_id: str = ""
@@ -84,6 +81,10 @@ class Preparer:
         name, own = _names(body, request_id)
         prompts = self._prompts(body, model)
         choices = body.n or 1
+        if len(prompts) * choices > MAX_PROMPTS:
+            raise invalid(
+                f"n is {choices} for {len(prompts)} prompts, expected at most {MAX_PROMPTS} answers together", param="n"
+            )
         requests: list[GenerateRequest] = []
         for tokens in prompts:
             fitted = _fit(params, body, model, len(tokens))
@@ -148,11 +149,7 @@ class Preparer:
         size = sum(len(text.encode()) for text in texts)
         if size <= model.max_length:
             return
-        key = (model.name, model.version, model.created_s)
-        if key not in self._longest:
-            tokenizer = model.tokenizer
-            self._longest[key] = max((len(tokenizer.id_to_bytes(i)) for i in range(tokenizer.vocab_size)), default=1)
-        at_least = size // max(1, self._longest[key])
+        at_least = size // model.tokenizer.longest_token
         if at_least >= model.max_length:
             raise _too_long(name, model, f"at least {at_least}", at_least, 1)
 

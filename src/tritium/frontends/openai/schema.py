@@ -282,8 +282,12 @@ def _explain(text: str, fields: dict[str, Any]) -> TritiumError:
             name = _cut(f"{path}.{match[1]}" if path else match[1])
             return invalid(say.format(name), param=name)
     value: Any = fields
-    for key, index in re.findall(r"(\w+)|\[(\d+)\]", path):
-        value = value[int(index)] if index else value[key]
+    try:
+        for key, index in re.findall(r"(\w+)|\[(\d+)\]", path):
+            value = value[int(index)] if index else value[key]
+    except (LookupError, TypeError):
+        # A field that is named like msgspec's own words: its complaint cannot be taken apart.
+        return invalid(f"the request body does not fit: {_cut(text)}")
     expected = re.sub(r"^Expected ", "expected ", re.sub(r", got `.*`$", "", what))
     return invalid(f"{path} is {shown(value)}, {expected.replace('`', '')}", param=path)
 

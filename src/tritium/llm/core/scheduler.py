@@ -118,6 +118,10 @@ class Scheduler:
             blocks_used=len(self.pool.blocks) - self.pool.num_free,
         )
 
+    def start_counting(self) -> None:
+        """Sets the counters of ``stats`` to 0."""
+        self._stats = EngineStats(blocks_total=len(self.pool.blocks))
+
     def schedule(self, now_ns: int) -> ScheduledBatch | None:
         """Forms the next step; rows with one token come first.
 

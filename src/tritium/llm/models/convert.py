@@ -23,6 +23,7 @@ from tritium.llm.models.families import (
     stored_name,
     unsupported,
 )
+from tritium.llm.tokenizer import generation_ids, load_tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
     import torch
@@ -30,13 +31,19 @@ if TYPE_CHECKING:
 SHARD_BYTES = 4 * 2**30
 # Everything of a Hugging Face folder that is not weights and may be needed to serve it.
 KEPT = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README*")
+# Every way of cutting text into words that tokenizers differ in, and characters without a token.
+PROBE = (
+    "Hello, WORLD! It's 12345 o'clock;\tdon't\r\n\n  介绍一下 TensorRT-LLM。 １２３ 한국어 नमस्ते "
+    "e\u0301 👨\u200d👩\u200d👧 def f(x):\n    return x**2  # ½ ² \u3000 \ue123 "
+)
 
 
 def convert(source: Path, out: Path, *, dtype: DTypeName = "auto") -> list[Path]:
     """Write ``source`` as safetensors with configuration and tokenizer files into the new folder ``out``.
 
-    ``.bin`` shards are unpickled one by one in a child process (``weights_only``); a GGUF file is dequantized
-    and gets its tensors' Hugging Face names and a config.json, while its tokenizer stays in the GGUF file.
+    ``.bin`` shards are unpickled one by one in a child process (``weights_only``). A GGUF file is dequantized; its
+    tensors get their Hugging Face names, and its metadata becomes config.json, generation_config.json and the
+    tokenizer's files, so that the folder is whole.
 
     Args:
         dtype: of the written weights; auto keeps the stored one (float16 out of a quantized GGUF, whose scales
@@ -46,7 +53,8 @@ def convert(source: Path, out: Path, *, dtype: DTypeName = "auto") -> list[Path]
         The files written, weights first.
 
     Raises:
-        TritiumError: the source is damaged, or ``out`` exists and is not empty.
+        TritiumError: the source is damaged, holds what these files have no words for, or ``out`` exists and is not
+            empty.
     """
     metadata = read_metadata(source)
     config = resolve(metadata)
@@ -67,6 +75,8 @@ def convert(source: Path, out: Path, *, dtype: DTypeName = "auto") -> list[Path]
         shards = _write_shards(partial, _tensors(metadata, config, partial, dtype))
         sides = _write_sides(metadata, config, partial, dtype)
         _check_same(config, partial)
+        if metadata.kind == "gguf":
+            _check_same_tokenizer(metadata, partial)
         if out.exists():
             out.rmdir()
         partial.rename(out)
@@ -79,10 +89,34 @@ def _check_same(config: TransformerConfig, out: Path) -> None:
     """What was written must mean what was read: config.json has no words for some GGUF files."""
     written = resolve(read_metadata(out))
     head = "lm_head.weight" in read_metadata(out).tensors
-    expected = replace(config, family=written.family, dtype=written.dtype, tied=written.tied if head else True)
+    expected = replace(
+        config,
+        family=written.family,
+        dtype=written.dtype,
+        tied=written.tied if head else True,
+        # generation_config.json lists every end of an answer, GGUF's own keys only some.
+        eos_token_ids=written.eos_token_ids,
+    )
     if written != expected:
         names = [f.name for f in fields(written) if getattr(written, f.name) != getattr(expected, f.name)]
         raise unsupported(f"config.json cannot say this of the {written.family} family: {', '.join(names)}")
+
+
+def _check_same_tokenizer(source: Metadata, out: Path) -> None:
+    """The tokenizer that was written must do what the GGUF file's does."""
+    expected, written = load_tokenizer(source), load_tokenizer(read_metadata(out))
+    texts = (PROBE, *(expected.token_text(number) for number in range(0, expected.vocab_size, 7)))
+    for what, of in {
+        "vocab_size": lambda t: t.vocab_size,
+        "bos_token_id": lambda t: t.bos_token_id,
+        "eos_token_ids": lambda t: t.eos_token_ids,
+        "chat_templates": lambda t: t.chat_templates,
+        "special tokens": lambda t: [number for number in range(t.vocab_size) if t.is_special(number)],
+        "tokens": lambda t: [t.id_to_bytes(number) for number in range(t.vocab_size)],
+        "token ids": lambda t: [t.encode(text) for text in texts],
+    }.items():
+        if of(expected) != of(written):
+            raise unsupported(f"the files of a folder cannot say this of the GGUF file's tokenizer: {what}")
 
 
 def _tensors(
@@ -141,6 +175,7 @@ def _write_shards(out: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> lis
     def flush() -> None:
         path = out / f"shard-{len(written):05d}.safetensors"
         save_file(shard, path, metadata={"format": "pt"})
+        path.chmod(out.stat().st_mode & 0o666)  # the library lets only the owner read it
         written.append((path, list(shard)))
         shard.clear()
 
@@ -165,9 +200,7 @@ def _shard_name(number: int, count: int) -> str:
 def _write_sides(metadata: Metadata, config: TransformerConfig, out: Path, dtype: DTypeName) -> list[Path]:
     """Configuration and tokenizer files."""
     if metadata.kind == "gguf":
-        stored = replace(config, dtype=dtype)
-        (out / "config.json").write_text(json.dumps(hugging_face_config(stored), indent=2))
-        return [out / "config.json"]
+        return _write_gguf_sides(metadata, replace(config, dtype=dtype), out)
     indices = {files.INDEX, unpickle.INDEX}
     found = sorted({path for pattern in KEPT for path in metadata.path.glob(pattern)})
     sides = [path for path in found if path.is_file() and path.name not in indices]
@@ -177,6 +210,18 @@ def _write_sides(metadata: Metadata, config: TransformerConfig, out: Path, dtype
         values = {key: value for key, value in metadata.config.items() if key != "torch_dtype"}
         (out / "config.json").write_text(json.dumps(values | {"dtype": dtype}, indent=2))
     return [out / path.name for path in sides]
+
+
+def _write_gguf_sides(metadata: Metadata, config: TransformerConfig, out: Path) -> list[Path]:
+    ids = generation_ids(metadata.tokenizer["gguf"])
+    contents = {
+        "config.json": json.dumps(hugging_face_config(config) | ids, indent=2).encode(),
+        "generation_config.json": json.dumps(ids, indent=2).encode(),
+        **tokenizer_files(metadata.tokenizer["gguf"], config.max_positions),
+    }
+    for name, content in contents.items():
+        (out / name).write_bytes(content)
+    return [out / name for name in contents]
 
 
 def hugging_face_config(config: TransformerConfig) -> dict[str, Any]:

@@ -174,13 +174,30 @@ class Sampler:
     ) -> None:
         chosen_A = tokens_N[asked]
         own = raw_AV.gather(1, chosen_A.unsqueeze(1)).squeeze(1).tolist()
-        most = max(rows[i].params.logprobs or 0 for i in asked)
-        best, ids = torch.topk(raw_AV, min(most, self._vocab), dim=-1)
-        best_lists, id_lists = best.tolist(), ids.tolist()
+        top = best_of(raw_AV, [rows[i].params.logprobs or 0 for i in asked])
         for a, (i, token) in enumerate(zip(asked, chosen_A.tolist(), strict=True)):
-            count = rows[i].params.logprobs or 0
-            top = list(zip(id_lists[a][:count], best_lists[a][:count], strict=True))
-            into[i] = TokenLogprob(token, own[a], top)
+            into[i] = TokenLogprob(token, own[a], top[a])
+
+
+def best_of(values_AV: Tensor, counts: list[int]) -> list[list[tuple[int, float]]]:
+    """The ``counts[a]`` best ids of each row and their values; among equals the lower id comes first.
+
+    16-bit logits are often equal, and which of them ``topk`` takes depends on how many it is asked for: a row
+    would show what its neighbours want.
+    """
+    most = min(max(counts), values_AV.shape[1])
+    if not most:
+        return [[] for _ in counts]
+    last_A1 = torch.tensor([[min(max(count, 1), most) - 1] for count in counts], device=values_AV.device)
+    least_A1 = torch.topk(values_AV, most, dim=-1).values.gather(1, last_A1)
+    found = (values_AV >= least_A1).nonzero()
+    values = values_AV[found[:, 0], found[:, 1]].cpu().numpy()
+    row, ids = found.cpu().numpy().T
+    order = np.lexsort((ids, -values, row))
+    starts = np.searchsorted(row, np.arange(len(counts))).tolist()
+    pairs = list(zip(ids[order].tolist(), values[order].tolist(), strict=True))
+    ends = [*starts[1:], len(pairs)]
+    return [pairs[start : min(start + n, end)] for start, end, n in zip(starts, ends, counts, strict=True)]
 
 
 def not_finite(logits_NV: Tensor) -> NDArray[np.bool_]:

@@ -68,7 +68,8 @@ class LibraryCodec:
 
     def _run(self, text: str, *, frame: bool = False) -> list[int]:
         try:
-            return self._library.encode(text, add_special_tokens=frame).ids
+            # A batch of one: the library's encode() would keep every other thread of this process from running.
+            return self._library.encode_batch_fast([text], add_special_tokens=frame)[0].ids
         except BaseException as error:
             # The library panics (a BaseException) when a checkpoint's regular expression backtracks more than its
             # limit of ten million steps on a text. That is one request's failure, not this thread's.

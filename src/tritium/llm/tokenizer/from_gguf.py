@@ -113,6 +113,7 @@ class GgufTokenizer:
         adds_eos: an EOS token goes after every text.
         named: ``bos_token``, ``eos_token`` ... -> id.
         ends: ids that end an answer.
+        templates: chat templates by name.
     """
 
     vocabulary: Vocabulary
@@ -121,6 +122,7 @@ class GgufTokenizer:
     adds_eos: bool
     named: dict[str, int]
     ends: tuple[int, ...]
+    templates: dict[str, str]
 
 
 def build(values: Mapping[str, Any]) -> GgufTokenizer:
@@ -132,17 +134,13 @@ def build(values: Mapping[str, Any]) -> GgufTokenizer:
     Raises:
         TritiumError: a key is missing, has the wrong length, or names a kind of tokenizer that is not known.
     """
-    ggml = {
-        key.removeprefix("tokenizer.ggml."): value for key, value in values.items() if key.startswith("tokenizer.ggml.")
-    }
+    ggml = _ggml(values)
     model = str(_need(ggml, "model"))
-    tokens = [str(token) for token in _need(ggml, "tokens")]
-    types = _column(ggml, "token_type", len(tokens), 1)
+    tokens, types = _tokens(ggml)
     match model:
         case "gpt2":
-            rule = _word_rule(str(ggml.get("pre", "default")))
-            vocabulary, codec = _byte_level(ggml, tokens, types, rule)
-            adds_bos = rule.adds_bos
+            vocabulary, codec = from_json.build(byte_level_document(values), special=())
+            adds_bos = _word_rule(ggml).adds_bos
         case "llama":
             vocabulary, codec = _by_score(ggml, tokens, types)
             adds_bos = True
@@ -160,7 +158,28 @@ def build(values: Mapping[str, Any]) -> GgufTokenizer:
         adds_eos=bool(ggml.get("add_eos_token", False)) and "eos_token" in named,
         named=named,
         ends=tuple(dict.fromkeys(int(end) for end in ends if end is not None)),
+        templates=_templates(values),
     )
+
+
+def _ggml(values: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = "tokenizer.ggml."
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+
+
+def _tokens(ggml: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+    """Spelling and type of each id."""
+    tokens = [str(token) for token in _need(ggml, "tokens")]
+    return tokens, _column(ggml, "token_type", len(tokens), 1)
+
+
+def _templates(values: Mapping[str, Any]) -> dict[str, str]:
+    prefix = "tokenizer.chat_template"
+    return {
+        key.removeprefix(prefix).lstrip(".") or "default": value
+        for key, value in values.items()
+        if (key == prefix or key.startswith(prefix + ".")) and isinstance(value, str)
+    }
 
 
 def _need(ggml: Mapping[str, Any], key: str) -> Any:
@@ -194,25 +213,34 @@ def _named(ggml: Mapping[str, Any], size: int) -> dict[str, int]:
     return found
 
 
-def _word_rule(name: str) -> WordRule:
+def _word_rule(ggml: Mapping[str, Any]) -> WordRule:
+    name = str(ggml.get("pre", "default"))
     if name not in WORD_RULES:
         known = ", ".join(sorted(WORD_RULES))
         raise TritiumError(Code.UNIMPLEMENTED, f"GGUF tokenizer.ggml.pre is {name!r}; expected one of {known}")
     return WORD_RULES[name]
 
 
-def _byte_level(
-    ggml: Mapping[str, Any], tokens: list[str], types: list[int], rule: WordRule
-) -> tuple[Vocabulary, Codec]:
-    """A tokenizer.json of the same meaning, built by its reader."""
+def byte_level_document(values: Mapping[str, Any]) -> from_json.Document:
+    """The tokenizer.json that means the same as a byte-level (``gpt2``) vocabulary, BOS and EOS left out.
+
+    Raises:
+        TritiumError: as ``build``.
+    """
+    ggml = _ggml(values)
+    tokens, types = _tokens(ggml)
+    rule = _word_rule(ggml)
     splits = [
         {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False} for split in rule.splits
     ]
     alphabet = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    document = {
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
         "version": "1.0",
+        "truncation": None,
+        "padding": None,
         "added_tokens": [
-            {"id": number, "content": token, "special": kind in (CONTROL, UNKNOWN)}
+            {"id": number, "content": token, **plain, "special": kind in (CONTROL, UNKNOWN)}
             for number, (token, kind) in enumerate(zip(tokens, types, strict=True))
             if kind in (CONTROL, UNKNOWN, USER_DEFINED)
         ],
@@ -227,7 +255,6 @@ def _byte_level(
             "merges": list(_need(ggml, "merges")),
         },
     }
-    return from_json.build(document, special=())
 
 
 def _by_score(ggml: Mapping[str, Any], tokens: list[str], types: list[int]) -> tuple[Vocabulary, Codec]:

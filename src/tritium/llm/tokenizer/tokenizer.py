@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from tritium.errors import invalid
@@ -92,6 +93,11 @@ class Tokenizer:
     def chat_templates(self) -> tuple[str, ...]:
         """Names of the checkpoint's chat templates; empty when it has none."""
         return self._chat.names
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of N bytes has at least N / longest_token tokens."""
+        return max((len(self._vocabulary.piece(number)) for number in range(self.vocab_size)), default=0) or 1
 
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         """Token ids of a text.
@@ -239,12 +245,6 @@ def _of_sentencepiece(files: Mapping[str, Any]) -> TokenizerParts:
 def _of_gguf(values: Mapping[str, Any]) -> TokenizerParts:
     read = from_gguf.build(values)
     named = {name: token for name, number in read.named.items() if (token := read.vocabulary.tokens[number])}
-    prefix = "tokenizer.chat_template"
-    templates = {
-        key.removeprefix(prefix).lstrip(".") or "default": value
-        for key, value in values.items()
-        if (key == prefix or key.startswith(prefix + ".")) and isinstance(value, str)
-    }
     return TokenizerParts(
         read.vocabulary,
         read.codec,
@@ -252,7 +252,7 @@ def _of_gguf(values: Mapping[str, Any]) -> TokenizerParts:
         (read.named["bos_token"],) if read.adds_bos else (),
         (read.named["eos_token"],) if read.adds_eos else (),
         read.ends,
-        templates,
+        read.templates,
     )
 
 
