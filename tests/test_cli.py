@@ -137,6 +137,15 @@ def _not_installed(name: str) -> None:
     raise names.metadata.PackageNotFoundError(name)
 
 
+def test_odd_paths_are_refused(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for name, said in ((str(loop), "expected the path of a checkpoint"), ("a\udcff", "valid UTF-8")):
+        with pytest.raises(TritiumError, match=said):
+            names.find_model(name)
+    assert names.served_name(str(loop)) == "loop"
+
+
 def test_paths(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names.find_model(str(tiny)) == tiny
     assert names.find_model(str(tiny.parent)) == tiny

@@ -37,6 +37,13 @@ async def test_messages_cross_both_ways_in_order() -> None:
         here.close()
 
 
+async def test_a_long_temporary_folder_is_avoided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    AsyncLink[Ping](Ping).close()
+
+
 async def test_the_channel_s_folder_is_private_and_goes_with_it() -> None:
     link: AsyncLink[Ping] = AsyncLink(Ping)
     folder = Path(link.address.removeprefix("ipc://")).parent

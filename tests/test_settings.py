@@ -79,6 +79,7 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, tex
         ("a.yaml", "[1, 2]", "expected a table of settings, got list"),
         ("a.yaml", "!!python/object/apply:os.getcwd []", "could not determine a constructor"),
         ("a.ini", "", "expected a file ending in"),
+        ("a.json", "[" * 100_000, "nested too deeply"),
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -178,6 +179,9 @@ def test_repeated_flag_replaces_the_default_of_other_sources(monkeypatch: pytest
         (["--http-port", "70000"], "expected int <= 65535"),
         (["--exit-timeout-secs", "-1"], "expected float >= 0"),
         (["--threads", "0"], "threads: 0 does not fit: expected int >= 1"),
+        (["--threads", "100000"], "threads: 100000 does not fit: expected int <= 1024"),
+        (["--max-rows", "99999999999"], "max_rows: 99999999999 does not fit: expected int <= 65536"),
+        (["--memory-fraction", "nan"], "memory_fraction: nan does not fit: expected a finite number"),
         (["--prefix-cache=perhaps"], "prefix_cache: 'perhaps' does not fit"),
     ],
 )

@@ -63,7 +63,8 @@ class AsyncLink(Generic[Received]):
 
     def __init__(self, receives: Any) -> None:
         # A unix socket's path is limited to about 107 bytes: the folder must be short.
-        self._folder = Path(tempfile.mkdtemp(prefix="tritium-"))
+        parent = tempfile.gettempdir()
+        self._folder = Path(tempfile.mkdtemp(prefix="tritium-", dir="/tmp" if len(parent.encode()) > 80 else parent))
         self._named = True
         self.address = f"ipc://{self._folder}/link"
         self._context = zmq.asyncio.Context()

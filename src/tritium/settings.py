@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 import tomllib
 from collections.abc import Collection, Mapping
@@ -202,7 +203,10 @@ class Setting:
             if self.is_tuple:
                 value = [part.strip() for part in value.split(",") if part.strip()]
         try:
-            return msgspec.convert(value, self.type, strict=not isinstance(value, str | list))
+            found = msgspec.convert(value, self.type, strict=not isinstance(value, str | list))
+            if isinstance(found, float) and not math.isfinite(found):
+                raise msgspec.ValidationError("Expected a finite number")
+            return found
         except msgspec.ValidationError as error:
             detail = str(error).replace("`", "")
             raise invalid(f"{source}: {self.name}: {value!r} does not fit: {detail}", param=self.name) from None
@@ -270,6 +274,8 @@ def read_file(path: Path) -> dict[str, object]:
         content: object = kinds[path.suffix](path.read_text(encoding="utf-8"))
     except OSError as error:
         raise invalid(f"--config {path}: {error.strerror}", param="config") from None
+    except RecursionError:
+        raise invalid(f"--config {path}: nested too deeply", param="config") from None
     except (ValueError, yaml.YAMLError) as error:  # TOML and JSON errors are ValueErrors
         raise invalid(f"--config {path}: {error}", param="config") from None
     if not isinstance(content, dict):

@@ -72,6 +72,16 @@ def test_a_wrong_parameter_is_refused_by_name(tmp_path: Path, key: str, value: s
         read(tmp_path, parameters(**{key: value}))
 
 
+def test_limits_hold_wherever_a_value_comes_from(tmp_path: Path) -> None:
+    with pytest.raises(TritiumError, match="max_rows is 2000000000, expected int <= 65536"):
+        read(tmp_path, ModelConfig("m", None, backend="tritium", max_batch_size=2_000_000_000))
+    config = ModelConfig("m", None, backend="tritium", batching=DynamicBatching(delay_us=2**64 - 1))
+    with pytest.raises(TritiumError, match="queue_delay_us is 18446744073709551615, expected int <= 60000000"):
+        read(tmp_path, config)
+    with pytest.raises(TritiumError, match="threads is 5000, expected"):
+        read(tmp_path, ModelConfig("m", None, backend="tritium"), settings={"threads": 5000})
+
+
 def test_the_file_wins_over_the_command_line(tmp_path: Path) -> None:
     found = read(tmp_path, parameters(max_rows="3"), settings={"max_rows": 7, "block_size": 32})
     assert (found.engine.max_rows, found.engine.block_size) == (3, 32)

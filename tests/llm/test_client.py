@@ -124,6 +124,7 @@ async def test_what_had_begun_ends_with_a_typed_error(client: EngineClient) -> N
             assert client.pid is not None
             os.kill(client.pid, signal.SIGKILL)
     assert caught.value.code is Code.UNAVAILABLE
+    assert (client.stats.running, client.stats.blocks_used) == (0, 0)
 
 
 async def test_a_hang_is_seen_and_ended(client: EngineClient) -> None:

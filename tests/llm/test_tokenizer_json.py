@@ -95,6 +95,10 @@ def test_end_tokens_come_from_everywhere(tmp_path: Path) -> None:
     assert load_tokenizer(source).eos_token_ids == (4, 2)
     source.generation_config, source.config = {}, {"eos_token_id": 0}
     assert load_tokenizer(source).eos_token_ids == (4, 0)
+    for wrong in ("x", -1, [2, "a"], [True], 1.5):
+        source.generation_config = {"eos_token_id": wrong}
+        with pytest.raises(TritiumError, match=r"generation_config.json: eos_token_id is .*, expected a token id"):
+            load_tokenizer(source)
 
 
 def test_one_token_alone(pair: tuple[Tokenizer, Any]) -> None:

@@ -230,7 +230,7 @@ async def test_unloading_waits_for_requests_and_ends_them():
     await model.unload()
     with pytest.raises(TritiumError, match="unloaded meanwhile"):
         await task
-    assert await model.wait_idle()
+    assert await model.wait_idle() and await model.wait_idle(0)
 
 
 async def test_a_backend_that_fails_to_unload_is_gone_all_the_same():

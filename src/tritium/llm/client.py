@@ -40,6 +40,8 @@ STALL_S = 5.0
 KILL_FACTOR = 3.0
 MAX_CRASHES = 3
 MAX_BACKOFF_S = 60.0
+# An engine that is told to end holds nothing worth waiting for but the step that it is in.
+SHUTDOWN_S = 1.0
 
 
 class EngineClient:
@@ -111,7 +113,7 @@ class EngineClient:
         if self._link is not None and self._process is not None and self._process.returncode is None:
             self._link.send(Shutdown())
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._process.wait(), 5)
+                await asyncio.wait_for(self._process.wait(), SHUTDOWN_S)
         self._kill()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=5)
@@ -255,6 +257,8 @@ class EngineClient:
             watch.cancel()
             self._up = False
             self._link = None
+            # Nothing runs on a dead engine; the counters stay, they are what it did.
+            self.stats = msgspec.structs.replace(self.stats, running=0, waiting=0, blocks_used=0)
             link.close()
             if process.returncode is None:
                 process.kill()

@@ -96,7 +96,7 @@ class EngineConfig:
     dtype: DTypeName = "auto"
     device: DeviceName = "auto"
     block_size: int = 16
-    max_rows: int = 64
+    max_rows: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 64
     max_tokens_per_step: int = 512
     max_length: int | None = None
     memory_fraction: float = 0.9
@@ -104,10 +104,10 @@ class EngineConfig:
     num_blocks: int | None = None
     prefix_cache: bool = True
     deterministic: bool = False
-    threads: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     max_waiting: int = 0
     queue_timeout_us: int = 0
-    queue_delay_us: int = 0
+    queue_delay_us: Annotated[int, msgspec.Meta(ge=0, le=60_000_000)] = 0
     preferred_rows: tuple[int, ...] = field(default=())
     allow_bin: bool = False
     seed: int = 0

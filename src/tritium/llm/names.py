@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from importlib import metadata
@@ -76,6 +77,8 @@ def find_model(name: str) -> Path:
     known = ", ".join(NAMED)
     if not name:
         raise invalid(f"model is empty, expected a path or one of the names {known}", param="model")
+    if any("\ud800" <= char <= "\udfff" for char in name):
+        raise invalid(f"model {name!r}: expected a path that is valid UTF-8", param="model")
     path = Path(name).expanduser()
     if path.exists():
         return find_checkpoint(path) if path.is_dir() else path
@@ -106,5 +109,5 @@ def served_name(name: str) -> str:
     model = named(name)
     if model is not None and not Path(name).expanduser().exists():
         return model.name
-    path = Path(name).expanduser().resolve()
+    path = Path(os.path.realpath(Path(name).expanduser()))  # resolve() fails on a loop of links
     return path.stem if path.suffix == ".gguf" else path.name

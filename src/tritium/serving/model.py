@@ -162,6 +162,8 @@ class Model:
 
     async def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Waits until no request is running; False when the time ran out first."""
+        if self._idle.is_set():  # said also to who does not wait at all
+            return True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:

@@ -282,3 +282,10 @@ def test_a_free_row_is_forgotten() -> None:
     sampler.add(NewRow(0, [1], 1, [], SamplingParams(temperature=0.0)))
     scores = logits(1, 1)
     assert run(sampler, scores, [0], [1]).tokens_N.item() == scores.argmax().item()
+
+
+def test_an_end_that_the_model_does_not_know_is_no_end() -> None:
+    given = params(temperature=0.0, stop_token_ids=[5, VOCAB, 10**6], min_tokens=3)
+    scores = logits(1)
+    scores[0, 5] = 100.0
+    assert one(scores, given, [1, 2], 2).tokens_N.tolist() != [5]

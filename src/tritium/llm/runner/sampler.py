@@ -115,7 +115,8 @@ class Sampler:
             params=params,
             num_prompt=new.num_prompt,
             seed=self._seed if params.seed is None else params.seed,
-            stop_N=self._ids(sorted(set(params.stop_token_ids))),
+            # A tokenizer may have ends that its model does not: nobody can draw them.
+            stop_N=self._ids(sorted({token for token in params.stop_token_ids if token < self._vocab})),
             bias_ids=self._ids(list(params.logit_bias)),
             bias_values=torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=self._device),
             history=History(new.tokens, new.num_prompt, self._vocab, self._device) if penalized else None,

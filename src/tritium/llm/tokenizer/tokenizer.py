@@ -295,10 +295,14 @@ def _end(named: Mapping[str, str], vocabulary: Vocabulary) -> tuple[int, ...]:
 
 
 def _declared_ends(metadata: TokenizerSource) -> list[int]:
-    for config in (metadata.generation_config, metadata.config):
+    for file, config in (("generation_config.json", metadata.generation_config), ("config.json", metadata.config)):
         ends = config.get("eos_token_id")
-        if ends is not None:
-            return [int(end) for end in (ends if isinstance(ends, list) else [ends])]
+        if ends is None:
+            continue
+        ids = ends if isinstance(ends, list) else [ends]
+        if not all(type(end) is int and end >= 0 for end in ids):
+            raise invalid(f"{file}: eos_token_id is {ends!r:.100}, expected a token id or a list of them")
+        return ids
     return []
 
 
