@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from tritium.backends.base import LoadContext
 from tritium.backends.config import DynamicBatching, InstanceGroup, ModelConfig
 from tritium.errors import TritiumError, invalid
@@ -134,17 +132,8 @@ def read_settings(context: LoadContext, find_checkpoint: typing.Callable[[Path],
         found.notices.append(
             f"max_tokens_per_step is raised to {found.engine.max_rows}, one token per running sequence"
         )
-    _check_limits(found.engine)
+    found.engine.checked()
     return found
-
-
-def _check_limits(engine: EngineConfig) -> None:
-    """Holds values to the limits of their fields, wherever they came from (``max_batch_size`` is ``max_rows``)."""
-    try:
-        msgspec.convert(msgspec.to_builtins(engine), EngineConfig)
-    except msgspec.ValidationError as error:
-        what, _, name = str(error).replace("`", "").partition(" - at $.")
-        raise invalid(f"{name} is {getattr(engine, name, None)!r}, {what[0].lower()}{what[1:]}", param=name) from None
 
 
 def _batching(config: ModelConfig) -> dict[str, Any]:

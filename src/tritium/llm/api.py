@@ -85,10 +85,11 @@ class LLM:
         for name in settings:
             if name not in known:
                 raise invalid(f"'{name}' is not a setting of the engine, expected one of {sorted(known)}", param=name)
+        config = EngineConfig(model=str(path), **settings).checked()
         metadata = read_metadata(path)
         self.tokenizer = load_tokenizer(metadata)
         self._vocab_size = resolve(metadata).vocab
-        self._client = EngineClient(EngineConfig(model=str(path), **settings), self.tokenizer, name=str(model))
+        self._client = EngineClient(config, self.tokenizer, name=str(model))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tritium-llm", daemon=True)
         self._thread.start()

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from tritium.errors import invalid
+
 DTypeName = Literal["auto", "float32", "float16", "bfloat16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
@@ -111,3 +113,16 @@ class EngineConfig:
     preferred_rows: tuple[int, ...] = field(default=())
     allow_bin: bool = False
     seed: int = 0
+
+    def checked(self) -> EngineConfig:
+        """These settings, when each is of its field's type and within its limits.
+
+        Raises:
+            TritiumError: INVALID_ARGUMENT naming the field, the value and what was expected.
+        """
+        try:
+            return msgspec.convert(msgspec.to_builtins(self), EngineConfig)
+        except msgspec.ValidationError as error:
+            what, _, name = str(error).replace("`", "").partition(" - at $.")
+            value = getattr(self, name, None)
+            raise invalid(f"{name} is {value!r}, {what[0].lower()}{what[1:]}", param=name) from None
