@@ -21,19 +21,30 @@ import uvloop
 
 from tritium.errors import Code, TritiumError, invalid
 from tritium.frontends import http
+from tritium.frontends.access import GRPC_PREFIX, Restrictions
 from tritium.frontends.grpc import GrpcFrontend
+from tritium.frontends.grpc_transport import transport
+from tritium.frontends.kserve.shared import Shared, header_pattern
 from tritium.llm.config import EngineConfig
 from tritium.llm.names import find_model, served_name
 from tritium.observability import logs
+from tritium.observability.log_settings import LogSettings
+from tritium.observability.machine import Machine
 from tritium.observability.metrics import Metrics, metrics_app
+from tritium.observability.model_metrics import parse_metrics_config
 from tritium.observability.tables import settings_table, size
+from tritium.observability.tracing import Traces, parse_trace_config
+from tritium.serving.cache import parse_cache_config
+from tritium.serving.limiter import parse_rate_limit
 from tritium.serving.server import EngineView, Server
 from tritium.settings import Effective, ServerSettings
+from tritium.settings.parts import groups
 
 _log = logs.get(__name__)
 
 # What listeners get to write their last answers once no request runs any more.
 CLOSE_S = 2.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Listener(Protocol):
@@ -55,10 +66,19 @@ def run(settings: ServerSettings, engine: Mapping[str, Any], effective: Mapping[
         TritiumError: the settings contradict each other, a port cannot be had, a model cannot be loaded.
     """
     check(settings)
-    logs.setup(settings.log_level, settings.log_format)
-    metrics = Metrics()
-    server = make_server(settings, engine, metrics)
-    return uvloop.run(_serve(server, metrics, settings, effective))
+    shared = make_shared(settings)
+    metrics = Metrics(
+        parse_metrics_config(settings.metrics_config, settings.metrics_interval_ms / 1e3),
+        Machine() if settings.allow_cpu_metrics else None,
+    )
+    traces = Traces(parse_trace_config(settings.trace_config))
+    try:
+        server = make_server(settings, engine, metrics, traces)
+        return uvloop.run(_serve(server, metrics, shared, settings, effective))
+    finally:
+        traces.close()
+        if shared.logs is not None:
+            shared.logs.close()
 
 
 def check(settings: ServerSettings) -> None:
@@ -74,7 +94,9 @@ def check(settings: ServerSettings) -> None:
     if settings.load_model and settings.model_control_mode != "explicit":
         raise invalid("--load-model needs --model-control-mode explicit", param="load_model")
     if settings.model is not None and settings.model_control_mode != "none":
-        raise invalid("--model-control-mode explicit needs --model-repository", param="model_control_mode")
+        raise invalid(
+            f"--model-control-mode {settings.model_control_mode} needs --model-repository", param="model_control_mode"
+        )
     if settings.served_model_name is not None and settings.model is None:
         raise invalid("--served-model-name needs a MODEL: in a repository, folders name the models")
     ports = addresses(settings)
@@ -96,18 +118,51 @@ def addresses(settings: ServerSettings) -> list[tuple[str, str, int]]:
     return [(name, host, port) for name, wanted, host, port in every if wanted]
 
 
-def make_server(settings: ServerSettings, engine: Mapping[str, Any], metrics: Metrics) -> Server:
+def make_shared(settings: ServerSettings) -> Shared:
+    """What both front ends share; sets the logging up.
+
+    Raises:
+        TritiumError: a setting that does not fit.
+    """
+    http_option, grpc_option = "--http-restricted-api", "--grpc-restricted-protocol"
+    return Shared(
+        logs=LogSettings(
+            settings.log_level,
+            settings.log_format,
+            settings.log_file,
+            info=settings.log_info,
+            warning=settings.log_warning,
+            error=settings.log_error,
+            verbose=settings.log_verbose,
+        ),
+        http_headers=header_pattern("--http-header-forward-pattern", settings.http_header_forward_pattern),
+        grpc_headers=header_pattern("--grpc-header-forward-pattern", settings.grpc_header_forward_pattern),
+        http_access=Restrictions(http_option, settings.http_restricted_api),
+        grpc_access=Restrictions(grpc_option, settings.grpc_restricted_protocol, GRPC_PREFIX),
+    )
+
+
+def make_server(
+    settings: ServerSettings, engine: Mapping[str, Any], metrics: Metrics, traces: Traces | None = None
+) -> Server:
     """The server of one model or of repositories; nothing is loaded yet."""
     if settings.model is None:
         return Server(
             [Path(folder).expanduser() for folder in settings.model_repository],
             control=settings.model_control_mode,
             load_models=settings.load_model,
+            poll_s=settings.repository_poll_secs,
             settings=engine,
+            backend_settings=groups("--backend-config", settings.backend_config),
+            config_name=settings.model_config_name,
+            auto_complete=not settings.disable_auto_complete_config,
             name=settings.server_name,
             strict_readiness=settings.strict_readiness,
             load_limit=settings.model_load_limit,
             metrics=metrics,
+            traces=traces,
+            rate_limiter=parse_rate_limit(settings.rate_limit, settings.rate_limit_resource),
+            cache=parse_cache_config(settings.cache_config),
         )
     return Server.for_model(
         settings.served_model_name or served_name(settings.model),
@@ -118,15 +173,21 @@ def make_server(settings: ServerSettings, engine: Mapping[str, Any], metrics: Me
         server_name=settings.server_name,
         strict_readiness=settings.strict_readiness,
         metrics=metrics,
+        traces=traces,
     )
 
 
-async def _serve(server: Server, metrics: Metrics, settings: ServerSettings, effective: Mapping[str, Effective]) -> int:
+async def _serve(
+    server: Server, metrics: Metrics, shared: Shared, settings: ServerSettings, effective: Mapping[str, Effective]
+) -> int:
     begun = time.monotonic()
-    stop = Signals()
+    stop = Signals(server)
+    application = http.app(server, metrics, shared, max_body_bytes=settings.http_max_body_bytes)
     listeners = {
-        "http": http.HttpListener(http.app(server, metrics, max_body_bytes=settings.http_max_body_bytes)),
-        "grpc": GrpcFrontend(server, max_message_bytes=settings.grpc_max_message_bytes),
+        "http": http.HttpListener(application, reuse_port=settings.reuse_http_port),
+        "grpc": GrpcFrontend(
+            server, shared, max_message_bytes=settings.grpc_max_message_bytes, transport=transport(settings)
+        ),
         "metrics": http.HttpListener(metrics_app(metrics)),
     }
     opened: dict[str, Listener] = {}
@@ -164,13 +225,24 @@ async def _listen(listener: Listener, name: str, host: str, port: int) -> int:
 
 
 class Signals:
-    """SIGTERM and SIGINT: the first one ends the service, the next one ends the patience with what still runs."""
+    """SIGTERM and SIGINT: the first one ends the service, the next one ends the patience with what still runs.
 
-    def __init__(self) -> None:
+    SIGHUP looks through the repositories for changes.
+    """
+
+    def __init__(self, server: Server | None = None) -> None:
+        self._rescans: set[asyncio.Task[None]] = set()
         self.first = asyncio.Event()
         self._last = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._arrive)
+        if server is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._rescan, server)
+
+    def _rescan(self, server: Server) -> None:
+        task = asyncio.create_task(_look_through(server))
+        self._rescans.add(task)
+        task.add_done_callback(self._rescans.discard)
 
     def _arrive(self) -> None:
         (self._last if self.first.is_set() else self.first).set()
@@ -189,6 +261,13 @@ class Signals:
             return False
         await task
         return True
+
+
+async def _look_through(server: Server) -> None:
+    try:
+        await server.rescan()
+    except TritiumError as error:
+        _log.warning("SIGHUP is passed over", reason=error.message)
 
 
 def _refuse_failures(server: Server, settings: ServerSettings) -> None:
@@ -211,6 +290,8 @@ def banner(server: Server, urls: Mapping[str, str], effective: Mapping[str, Effe
         "metrics": "http://{}/metrics",
     }
     lines += [f"  {name:<8} {what[name].format(url)}" for name, url in urls.items()]
+    if (host := effective.get("host")) is not None and host.value in LOOPBACK:
+        lines.append("  only this machine can connect; --host 0.0.0.0 listens on every address")
     lines += ["", *(f"  {line}" for line in settings_table(effective).splitlines())]
     for engine in server.engines():
         lines += ["", *_budget(engine)]

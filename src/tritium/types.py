@@ -6,12 +6,15 @@ import struct
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tritium.errors import TritiumError, invalid
+
+if TYPE_CHECKING:
+    from tritium.observability.tracing import Trace
 
 Parameter = bool | int | float | str
 
@@ -169,6 +172,14 @@ def _as_bytes(value: object) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode()
 
 
+class OutputWindow(Protocol):
+    """Shared memory that a client wants an output in, in place of the answer."""
+
+    def write(self, output: str, data: memoryview) -> None:
+        """Writes the bytes of the output of that name."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
     """One output that a request asks for.
@@ -176,11 +187,13 @@ class RequestedOutput:
     Attributes:
         classes: how many top classes to answer instead of the tensor (classification extension); 0 for none.
         binary: whether the client wants the bytes behind the JSON (HTTP only).
+        window: the shared memory that it shall go to; None when it comes with the answer.
     """
 
     name: str
     classes: int = 0
     binary: bool = False
+    window: OutputWindow | None = None
     parameters: dict[str, Parameter] = field(default_factory=dict[str, Parameter])
 
 
@@ -203,6 +216,8 @@ class InferRequest:
         timeout_us: how long the request may wait in a queue, in microseconds; 0 for the queue's own policy.
         parameters: custom parameters; reserved ones have become fields.
         arrived_ns: ``time.monotonic_ns()`` when the request was read.
+        trace: where its steps are written down; None for the most. Whoever makes it releases it, but the trace
+            of a request that an ensemble or a model makes (``Trace.child``) is released by the model that answers.
     """
 
     model: str
@@ -216,6 +231,7 @@ class InferRequest:
     tenant: str = "default"
     priority: int = 0
     timeout_us: int = 0
+    trace: Trace | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -198,30 +198,15 @@ def test_values_that_are_refused(text: str, words: str):
 @pytest.mark.parametrize(
     ("text", "field"),
     [
-        ("ensemble_scheduling { }", "ensemble_scheduling"),
-        ("sequence_batching { }", "sequence_batching"),
-        ("response_cache { enable: true }", "response_cache"),
-        ("model_warmup { }", "model_warmup"),
         ('model_operations { op_library_filename: "x.so" }', "model_operations"),
         ('model_repository_agents { agents { name: "a" } }', "model_repository_agents"),
-        ("batch_input { }", "batch_input"),
-        ("batch_output { }", "batch_output"),
-        ('metric_tags { key: "a" value: "b" }', "metric_tags"),
         ("model_metrics { }", "model_metrics"),
-        ("instance_group { rate_limiter { } }", "instance_group.rate_limiter"),
         ("instance_group { passive: true }", "instance_group.passive"),
         ("instance_group { secondary_devices { } }", "instance_group.secondary_devices"),
         ("input { is_shape_tensor: true }", "input.is_shape_tensor"),
         ("output { is_shape_tensor: true }", "output.is_shape_tensor"),
         ("input { is_non_linear_format_io: true }", "input.is_non_linear_format_io"),
         ("output { is_non_linear_format_io: true }", "output.is_non_linear_format_io"),
-        ('output { label_filename: "x" }', "output.label_filename"),
-        ("dynamic_batching { preserve_ordering: true }", "dynamic_batching.preserve_ordering"),
-        ("dynamic_batching { priority_queue_policy { key: 1 } }", "dynamic_batching.priority_queue_policy"),
-        (
-            "dynamic_batching { default_queue_policy { timeout_action: DELAY } }",
-            "dynamic_batching.default_queue_policy.timeout_action",
-        ),
     ],
 )
 def test_fields_that_cannot_be_honoured_are_refused_by_name(text: str, field: str):

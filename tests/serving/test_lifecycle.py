@@ -92,8 +92,8 @@ async def test_a_configuration_in_the_request_is_kept_by_a_plain_load(repository
         assert server.model_config("echo").max_batch_size == 4
         error = await refused(server.load("echo", "{", {}))
         assert error.code is Code.INTERNAL and "failed to poll" in error.message
-        error = await refused(server.load("echo", "{}", {"file:1/model.py": b""}))
-        assert error.code is Code.UNIMPLEMENTED and "file:1/model.py" in error.message
+        error = await refused(server.load("echo", None, {"1/model.py": b""}))
+        assert error.code is Code.INTERNAL and "failed to poll" in error.message
         assert server.model_ready("echo")
 
 

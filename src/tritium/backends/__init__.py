@@ -15,6 +15,7 @@ BACKENDS: dict[str, str] = {
     "tritium": "tritium.backends.llm:LlmBackend",
     "tensorrtllm": "tritium.backends.llm:LlmBackend",
     "vllm": "tritium.backends.llm:LlmBackend",
+    "python": "tritium.backends.python:PythonBackend",
 }
 # ``platform`` is the older field; it counts when ``backend`` is empty.
 PLATFORMS: dict[str, str] = {
@@ -23,6 +24,7 @@ PLATFORMS: dict[str, str] = {
 # What lies in a version folder says which backend a model without a configuration needs; the first hit counts.
 MARKS: tuple[tuple[str, str], ...] = (
     ("model.json", "vllm"),
+    ("model.py", "python"),
     ("*.gguf", "tritium"),
     ("*.safetensors", "tritium"),
     ("*.safetensors.index.json", "tritium"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from tritium.backends.config import ModelConfig
 from tritium.llm.types import EngineInfo, EngineStats, GenerateRequest, TokenDelta
@@ -30,6 +30,9 @@ class LoadContext:
         checkpoint: the checkpoint that the operator named outright; None when the backend finds it.
         settings: settings of the server for every model (the command line's engine flags, by field name);
             only those that were given. The model's own ``parameters`` win over them.
+        auto_complete: whether a backend may add to the configuration what its model says (it is off with
+            ``--disable-auto-complete-config``).
+        backend_config: what ``--backend-config`` says to this backend, texts by key.
     """
 
     name: str
@@ -40,6 +43,8 @@ class LoadContext:
     triton_config: Mapping[str, object] = field(default_factory=dict[str, object])
     checkpoint: Path | None = None
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
+    auto_complete: bool = True
+    backend_config: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class TokenObserver(Protocol):
@@ -66,15 +71,22 @@ class Timing:
         queue_ns: from arrival to the first step; the longest of the rows.
         input_ns: spent on making the backend's own form of the inputs.
         output_ns: spent on making the answers.
+        infer_ns: spent computing; 0 where it is the rest of the time.
         executions: the request's share of the backend's executions: 1 / (rows that ran together), summed over
-            the rows of the request, so that inferences / executions is the mean batch.
+            the rows of the request, so that inferences / executions is the mean batch. 0 where a batcher counts
+            whole executions (``ModelStats.executed``).
+        cache: whether the response cache had the answer; "" where it was not asked.
+        cache_ns: what the cache took: the look-up, and after a miss the insertion too.
     """
 
     observer: TokenObserver | None = None
     queue_ns: int = 0
     input_ns: int = 0
     output_ns: int = 0
+    infer_ns: int = 0
     executions: float = 0.0
+    cache: Literal["", "hit", "miss"] = ""
+    cache_ns: int = 0
 
     async def watch(self, request: GenerateRequest, deltas: AsyncIterator[TokenDelta]) -> AsyncGenerator[TokenDelta]:
         """Passes the deltas of one sequence on and takes its times from them.
@@ -162,6 +174,102 @@ class Backend(ABC):
         Raises:
             TritiumError: instead of the final answer.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceContext:
+    """What an ``InstanceBackend`` is told of the copy of the model that it shall be.
+
+    Attributes:
+        version: of the model, as it is written on the wire.
+        model_folder: ``<repository>/<model>``.
+        version_folder: ``<repository>/<model>/<version>``.
+        instance: name of the copy, ``<group name>_<number>``.
+        device_id: index of the GPU; 0 on the CPU.
+        settings: what ``--backend-config`` says to the backend.
+        auto_complete: whether ``complete`` may add what the model itself says.
+    """
+
+    model: str
+    version: str
+    model_folder: Path
+    version_folder: Path
+    instance: str
+    kind: Literal["cpu", "gpu", "model"] = "cpu"
+    device_id: int = 0
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    auto_complete: bool = True
+
+
+class Send(Protocol):
+    """The way back for the requests of one batch; may be called from any thread, also after ``execute``."""
+
+    def __call__(self, index: int, response: InferResponse, failed: bool = False) -> None:
+        """Answers request number ``index``; ``failed`` when the model broke down rather than refused."""
+        ...
+
+    def reschedule(self, index: int) -> None:
+        """Ends request number ``index`` for now: the model wants to see it again."""
+        ...
+
+    def cancelled(self, index: int) -> bool:
+        """Whether nobody waits for request number ``index`` any more."""
+        ...
+
+
+class InstanceBackend(ABC):
+    """One executing copy of a model, in a host process or a thread; batches are made for it by the server.
+
+    Life: constructed, ``complete`` (the first copy of a model only), ``load``, any number of ``execute``, ``unload``.
+    All methods are called one after the other in one thread and may block. A configuration is in the form of
+    ``ModelConfig.to_json``.
+
+    Attributes:
+        joined: ``execute`` gets one request with the tensors of the whole batch, joined along the first dimension
+            by the server, in place of a list of requests.
+    """
+
+    joined: ClassVar[bool] = False
+
+    def __init__(self, context: InstanceContext) -> None:
+        self.context = context
+
+    def connect(self, server: object) -> None:  # noqa: B027
+        """Told once, before ``complete``, of the way to the server (``backends.host.Host``); most need none."""
+
+    def complete(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Fills in what the file leaves open.
+
+        Raises:
+            TritiumError: the model contradicts the file, or cannot be read.
+        """
+        return config
+
+    @abstractmethod
+    def load(self, config: dict[str, Any]) -> None:
+        """Makes the model ready.
+
+        Raises:
+            TritiumError: the message is shown to the operator.
+        """
+
+    @abstractmethod
+    def execute(self, requests: Sequence[InferRequest], send: Send) -> Sequence[InferResponse | None] | None:
+        """Runs a batch.
+
+        Returns:
+            One final answer for each request; None (in place of one, or of all) where ``send`` answers.
+
+        Raises:
+            TritiumError: becomes the final answer of every request that has none yet.
+        """
+
+    def well(self) -> bool:
+        """Whether the model itself says that it is ready."""
+        return True
+
+    def unload(self) -> None:  # noqa: B027
+        """Frees everything; also after a ``load`` that failed."""
 
 
 class TextBackend(Backend):

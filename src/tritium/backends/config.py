@@ -29,6 +29,7 @@ class TensorSpec:
         optional: an input that a request may leave out.
         reshape: the shape that the backend sees instead of ``dims``; None when it is the same.
         ragged: requests of different shapes may share a batch.
+        labels: names of the classes of an output, by index; the repository reads them (``label_filename``).
     """
 
     name: str
@@ -37,6 +38,16 @@ class TensorSpec:
     optional: bool = False
     reshape: tuple[int, ...] | None = None
     ragged: bool = False
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """So many units of a named resource; a shared one is counted once for all devices."""
+
+    name: str
+    count: int
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +58,17 @@ class InstanceGroup:
         count: copies per device.
         device: where they run; ``auto`` leaves the choice to the backend, ``model`` to the model's own files.
         gpus: indices of the devices; empty for all that there are.
+        resources: what an execution holds while it runs, for the rate limiter.
+        priority: weight of the rate limiter: an instance of priority 2 gets half the turns of one of priority 1;
+            0 counts as 1.
     """
 
     name: str
     count: int = 1
     device: Literal["auto", "cpu", "gpu", "model"] = "auto"
     gpus: tuple[int, ...] = ()
+    resources: tuple[Resource, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +76,17 @@ class QueuePolicy:
     """How long and how many requests may wait.
 
     Attributes:
-        timeout_us: longest wait in microseconds, after which the request ends with an error; 0 for no limit.
+        timeout_us: longest wait in microseconds; 0 for no limit.
         allow_override: a request may shorten ``timeout_us``.
         max_size: most requests that wait; 0 for no limit.
+        delay: after ``timeout_us`` the request yields to all of its level that are in time, and is answered some
+            day; otherwise it ends with an error.
     """
 
     timeout_us: int = 0
     allow_override: bool = False
     max_size: int = 0
+    delay: bool = False
 
     def wait_us(self, asked_us: int) -> int:
         """The longest wait of a request that asks for ``asked_us`` (0: nothing asked); it can only shorten it."""
@@ -85,7 +104,9 @@ class DynamicBatching:
         delay_us: longest wait for more requests, in microseconds.
         levels: number of priority levels; 0 when there are none. Level 1 is the highest.
         default_level: level of requests that name none; 0 without levels.
-        policy: of the queue.
+        policy: of the queue, and of each level that has none of its own.
+        level_policies: by level.
+        preserve_order: answers leave in the order in which the requests came.
     """
 
     preferred: tuple[int, ...] = ()
@@ -93,6 +114,170 @@ class DynamicBatching:
     levels: int = 0
     default_level: int = 0
     policy: QueuePolicy = QueuePolicy()
+    level_policies: Mapping[int, QueuePolicy] = field(default_factory=dict[int, QueuePolicy])
+    preserve_order: bool = False
+
+    def level_of(self, priority: int) -> int:
+        """The level of a request that asks for ``priority``; one out of range has the default. 0 without levels."""
+        return priority if 1 <= priority <= self.levels else self.default_level
+
+    def policy_of(self, level: int) -> QueuePolicy:
+        """The policy of a level."""
+        return self.level_policies.get(level, self.policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Each sequence has a place in the batch of an instance until it ends.
+
+    Attributes:
+        delay_us: longest wait of a request for others; counts only with ``min_utilization``.
+        min_utilization: share of the places that makes a batch before the delay is over.
+    """
+
+    delay_us: int = 0
+    min_utilization: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Oldest:
+    """The oldest requests of the sequences that an instance has taken on make its batch.
+
+    Attributes:
+        candidates: most sequences that an instance has taken on.
+        preferred, delay_us, preserve_order: as in ``DynamicBatching``.
+    """
+
+    candidates: int = 1
+    preferred: tuple[int, ...] = ()
+    delay_us: int = 0
+    preserve_order: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """An input by which the server tells a model about its sequence.
+
+    Attributes:
+        kind: what it tells.
+        values: what stands for false and for true; without meaning for "corrid".
+    """
+
+    kind: Literal["start", "end", "ready", "corrid"]
+    name: str
+    dtype: DType
+    values: tuple[float, float] = (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class InitialState:
+    """What a sequence's state begins with: zeros, or a file in the model's folder ``initial_state``."""
+
+    name: str
+    dtype: DType
+    dims: tuple[int, ...]
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """A tensor that the server keeps between the requests of a sequence: an output that is the next input."""
+
+    input: str
+    output: str
+    dtype: DType
+    dims: tuple[int, ...]
+    initial: tuple[InitialState, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBatching:
+    """Requests of one sequence go to one instance, in order, one at a time.
+
+    Attributes:
+        idle_us: a sequence without a request for that long is over, in microseconds.
+        iterative: a request is run again and again until its model lets go of it.
+    """
+
+    strategy: Direct | Oldest = Direct()
+    idle_us: int = 1_000_000
+    controls: tuple[Control, ...] = ()
+    states: tuple[StateSpec, ...] = ()
+    iterative: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of an ensemble.
+
+    Attributes:
+        version: of the model; -1 for what its policy decides.
+        inputs: input of the model -> tensor of the ensemble.
+        outputs: output of the model -> tensor of the ensemble.
+    """
+
+    model: str
+    version: int
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Ensemble:
+    """A graph of models; ``max_inflight`` limits the requests of a step for one request, 0 for no limit."""
+
+    steps: tuple[Step, ...]
+    max_inflight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupInput:
+    """One input of a warm-up sample: zeros, random values, or a file in the model's folder ``warmup``."""
+
+    name: str
+    dtype: DType
+    dims: tuple[int, ...]
+    source: Literal["zero", "random", "file"] = "zero"
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupSample:
+    """Requests that run before a model is ready.
+
+    Attributes:
+        batch_size: requests (of one inference each) that run together; 0 for a model without a batch dimension.
+        count: how often.
+    """
+
+    name: str
+    batch_size: int
+    count: int
+    inputs: tuple[WarmupInput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInput:
+    """An input that the server makes from the shapes of another one across a batch.
+
+    Attributes:
+        kind: name of the ``BatchInput.Kind``, such as BATCH_ELEMENT_COUNT.
+        target: name of the input that is made.
+        source: name of the input whose elements are counted.
+    """
+
+    kind: str
+    target: str
+    dtype: DType
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutput:
+    """An output of a whole batch that is cut into answers by the shapes of an input."""
+
+    target: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +306,8 @@ class ModelConfig:
     Attributes:
         backend: a name in ``backends.BACKENDS``; ``platform`` is the older spelling and counts when it is empty.
         max_batch_size: 0 when the first dimension is not a batch.
-        batching: None without a batcher.
+        batching: how requests are put together; None for one request an execution.
+        response_cache: answers may come from the response cache.
         decoupled: a request may have no answer or many.
         parameters: the ``parameters`` map of the file, texts as they stand there.
         source: the ModelConfig message that all this was read from. Fields that have no attribute here
@@ -135,11 +321,15 @@ class ModelConfig:
     max_batch_size: int = 0
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
-    batching: DynamicBatching | None = None
+    batching: DynamicBatching | SequenceBatching | Ensemble | None = None
     instances: tuple[InstanceGroup, ...] = ()
     versions: Latest | All | Specific = Latest()
     decoupled: bool = False
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+    response_cache: bool = False
+    warmup: tuple[WarmupSample, ...] = ()
+    batch_inputs: tuple[BatchInput, ...] = ()
+    batch_outputs: tuple[BatchOutput, ...] = ()
 
     def input(self, name: str) -> TensorSpec | None:
         """The declared input of that name."""
@@ -153,6 +343,10 @@ class ModelConfig:
         """The form of ``GET /v2/models/<model>/config``: names as in the file, defaults written out."""
         found = MessageToDict(self.source, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         _numbers(self.source.DESCRIPTOR, found)
+        ensemble = found.get("ensemble_scheduling")
+        if ensemble is not None and not ensemble.get("max_inflight_requests"):
+            # A field that is younger than the clients' idea of a configuration: shown only where it is used.
+            ensemble.pop("max_inflight_requests", None)
         return found
 
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from tritium.backends.base import TextBackend, Timing
-from tritium.backends.config import ANY, ModelConfig, TensorSpec
+from tritium.backends.config import ANY, DynamicBatching, ModelConfig, TensorSpec
 from tritium.backends.llm_settings import LlmSettings
 from tritium.errors import TritiumError, invalid
 from tritium.llm.params import is_sampling_field, make_params
@@ -233,7 +233,7 @@ class TensorForm:
 
     def _class_number(self, priority: int) -> int:
         """Lower runs first, 0 is the default; Triton's 1 is the highest; undeclared levels do not count."""
-        if self._batching is None or not 1 <= priority <= self._batching.levels:
+        if not isinstance(self._batching, DynamicBatching) or not 1 <= priority <= self._batching.levels:
             return 0
         return priority - (self._batching.default_level or self._batching.levels)
 

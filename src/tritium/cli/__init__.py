@@ -118,6 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def tritonserver() -> int:
+    """``tritonserver OPTIONS``, for scripts that start Triton: the same as ``tritium serve OPTIONS``."""
+    words = sys.argv[1:]
+    return main(["--version"] if words == ["--version"] else ["serve", *words])
+
+
 def _command(name: str, words: list[str]) -> int:
     if name not in COMMANDS:
         return _complain(f"unknown command {name!r}{nearest(name, COMMANDS)}; see tritium --help", 2)

@@ -15,13 +15,14 @@ from tritium.llm.config import TransformerConfig
 from tritium.llm.models.families import resolve
 from tritium.llm.names import NAMED, find_model
 from tritium.observability.tables import settings_table, size, table
+from tritium.settings import shown
 
 
 def config(parsed: Parsed) -> int:
     """Prints every setting of ``serve``."""
     effective = {n: e for n, e in parsed.effective.items() if n != "json"}
     if parsed.get(options.Show).json:
-        print(json.dumps({n: {"value": e.value, "source": e.source} for n, e in effective.items()}, indent=2))
+        print(json.dumps({n: {"value": shown(n, e.value), "source": e.source} for n, e in effective.items()}, indent=2))
     else:
         print(settings_table(effective))
     return 0

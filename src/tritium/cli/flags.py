@@ -13,8 +13,10 @@ from docstring_parser import parse as parse_docstring
 from tritium.errors import invalid
 from tritium.settings import (
     ALIASES,
+    DEPRECATED,
     NOTICE_WORDS,
     NOTICES,
+    NOTICES_WITH_VALUE,
     VALUE_ALIASES,
     Effective,
     Setting,
@@ -112,16 +114,21 @@ def _flag(word: str, words: list[str], by_name: dict[str, Setting], result: Argv
     """Takes one flag, and its value out of ``words``."""
     spelling, equals, inline = word.partition("=")
     name = spelling.lstrip("-").replace("_", "-")
+    if name in DEPRECATED:
+        flag, template = DEPRECATED[name]
+        value = template.format(inline if equals else _value_of(spelling, name, words))
+        result.notices.append(f"{spelling} is deprecated, it was taken as --{flag}={value}")
+        return _flag(f"--{flag}={value}", words, by_name, result)
     if name in NOTICES:
-        if not equals and words and words[0].lower() in NOTICE_WORDS:
+        if name in NOTICES_WITH_VALUE:
+            _ = inline if equals else _value_of(spelling, name, words)
+        elif not equals and words and words[0].lower() in NOTICE_WORDS:
             words.pop(0)
         result.notices.append(f"{spelling} changes nothing here: {NOTICES[name]}")
         return
     setting, negated = _find(name, by_name)
     if name == "config" or (setting is not None and not setting.is_bool):
-        if not equals and (not words or words[0].startswith("--")):
-            raise invalid(f"{spelling} needs a value", param=name)
-        value = inline if equals else words.pop(0)
+        value = inline if equals else _value_of(spelling, name, words)
         if setting is None:
             result.config = value
             return
@@ -137,6 +144,13 @@ def _flag(word: str, words: list[str], by_name: dict[str, Setting], result: Argv
         negated = on == negated
     result.given[setting.name] = spelling
     result.tokens.append(setting.flag if not negated else "--no-" + setting.flag.removeprefix("--"))
+
+
+def _value_of(spelling: str, name: str, words: list[str]) -> str:
+    """Takes the value of a flag out of ``words``."""
+    if not words or words[0].startswith("--"):
+        raise invalid(f"{spelling} needs a value", param=name)
+    return words.pop(0)
 
 
 def _find(name: str, by_name: dict[str, Setting]) -> tuple[Setting | None, bool]:

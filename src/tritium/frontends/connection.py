@@ -11,6 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from tritium.frontends.kserve.call import SPELLINGS
+
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 30.0
 # Requests that one connection may send before the first of them is answered.
@@ -59,14 +61,21 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
+        self._spellings: list[bytes] = []
         self._reading_head = True
         self._discarded_bytes = 0
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header; uvicorn keeps its name in lower case only."""
+        self._spellings.append(name)
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """The head is whole; the application starts."""
+        self.scope[SPELLINGS] = self._spellings  # type: ignore[typeddict-unknown-key]
         self._stop_head_timer()
         self._reading_head = False
         self._head_bytes = 0

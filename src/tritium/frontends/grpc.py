@@ -11,7 +11,10 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from tritium.errors import Code, TritiumError
-from tritium.frontends.kserve.grpc import SERVICE, KserveGrpc
+from tritium.frontends.access import grpc_refusal
+from tritium.frontends.grpc_transport import Transport
+from tritium.frontends.kserve.grpc import SERVICE, KserveGrpc, abort
+from tritium.frontends.kserve.shared import Shared
 
 if TYPE_CHECKING:
     from tritium.serving.server import Server
@@ -25,25 +28,32 @@ class GrpcFrontend:
     """One gRPC server in front of a Server.
 
     Args:
+        shared: what the HTTP port has too.
         max_message_bytes: largest message that is taken, after decompression; more is RESOURCE_EXHAUSTED.
             The requests of one ModelStreamInfer call that run at the same time share as many bytes.
         max_concurrent_streams: calls of one connection that run at the same time.
         max_in_flight: requests of one ModelStreamInfer call that run at the same time.
         write_timeout_s: how long a client of ModelStreamInfer may read none of its answers.
+        transport: keep-alive, compression, TLS.
     """
 
     def __init__(
         self,
         server: Server,
+        shared: Shared | None = None,
         *,
         max_message_bytes: int = 64 << 20,
         max_concurrent_streams: int = 1024,
         max_in_flight: int = 256,
         write_timeout_s: float = 60.0,
+        transport: Transport | None = None,
     ) -> None:
+        transport = transport or Transport()
         self._server = server
+        self._shared = shared or Shared()
         self._kserve = KserveGrpc(
             server,
+            self._shared,
             max_in_flight=max_in_flight,
             max_in_flight_bytes=max_message_bytes,
             write_timeout_s=write_timeout_s,
@@ -52,12 +62,9 @@ class GrpcFrontend:
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_concurrent_streams", max_concurrent_streams),
-            # Two servers must not share a port unnoticed.
-            ("grpc.so_reuseport", 0),
-            # A client whose machine went away is noticed, and its requests end, after these two.
-            ("grpc.keepalive_time_ms", 60_000),
-            ("grpc.keepalive_timeout_ms", 20_000),
+            *transport.options,
         ]
+        self._credentials = transport.credentials
         self._listener: grpc.aio.Server | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 8001) -> int:
@@ -71,7 +78,10 @@ class GrpcFrontend:
         reflection.enable_server_reflection((SERVICE, _HEALTH, reflection.SERVICE_NAME), listener)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = listener.add_insecure_port(address)
+            if self._credentials is None:
+                bound = listener.add_insecure_port(address)
+            else:
+                bound = listener.add_secure_port(address, self._credentials)
         except RuntimeError:
             bound = 0
         if not bound:
@@ -102,10 +112,18 @@ class GrpcFrontend:
         states = health_pb2.HealthCheckResponse
         return states(status=states.SERVING if self._server.ready() else states.NOT_SERVING)
 
+    async def _admit(self, context: Any) -> None:
+        given = dict(context.invocation_metadata() or ())
+        missing = self._shared.grpc_access.refusal("health", given.get)
+        if missing is not None:
+            await abort(context, grpc_refusal(missing))
+
     async def _check(self, request: Any, context: Any) -> Any:
+        await self._admit(context)
         return self._status()
 
     async def _watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        await self._admit(context)
         last = None
         while True:
             status = self._status()

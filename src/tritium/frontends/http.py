@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -16,9 +17,12 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 
 from tritium.errors import Code, TritiumError
+from tritium.frontends.access import Api, http_refusal
 from tritium.frontends.asgi import JSON, App, BoundedBody, ClientLeft, Event, Receive, Scope, Send, reply, too_large
 from tritium.frontends.connection import Connection
-from tritium.frontends.kserve.http import KserveHttp, send_error
+from tritium.frontends.kserve.call import send_error
+from tritium.frontends.kserve.http import KserveHttp
+from tritium.frontends.kserve.shared import Shared
 from tritium.frontends.openai.routes import error_response
 from tritium.frontends.openai.routes import routes as openai_routes
 from tritium.observability import logs
@@ -35,6 +39,7 @@ MAX_REQUEST_ID = 128
 def app(
     server: Server,
     metrics: Metrics | None = None,
+    shared: Shared | None = None,
     *,
     max_body_bytes: int = 64 << 20,
     body_timeout_s: float = 30.0,
@@ -44,20 +49,25 @@ def app(
 
     Args:
         metrics: what ``/metrics`` shows; None leaves that route out.
+        shared: what the gRPC port has too.
         max_body_bytes: largest body that is taken, before and after decompression; more is 413.
         body_timeout_s: how long nothing of a body may come; then 408.
         write_timeout_s: how long a client of a stream may read nothing.
     """
-    kserve = KserveHttp(server, max_body_bytes=max_body_bytes, write_timeout_s=write_timeout_s)
+    shared = shared or Shared()
+    kserve = KserveHttp(server, shared, max_body_bytes=max_body_bytes, write_timeout_s=write_timeout_s)
     rest = Router([*_own_routes(server, metrics), *openai_routes(server)], redirect_slashes=False, default=_not_found)
-    return _Entrance(server, kserve, rest, max_body_bytes, body_timeout_s)
+    return _Entrance(server, kserve, rest, shared, max_body_bytes, body_timeout_s)
 
 
 class _Entrance:
     """Where every HTTP request comes in: limits, request id, the choice of a front end, the last error handler."""
 
-    def __init__(self, server: Server, kserve: App, rest: App, max_body_bytes: int, body_timeout_s: float) -> None:
+    def __init__(
+        self, server: Server, kserve: App, rest: App, shared: Shared, max_body_bytes: int, body_timeout_s: float
+    ) -> None:
         self._server = server
+        self._shared = shared
         self._kserve = kserve
         self._rest = rest
         self._max_body_bytes = max_body_bytes
@@ -85,11 +95,30 @@ class _Entrance:
             if scope["raw_path"].startswith(b"/v2"):
                 await self._kserve(scope, receive, send)
             else:
+                self._refuse_restricted(scope)
                 # Starlette raises HTTPException, instead of answering itself, only where there is an application.
                 scope["app"] = self
                 await self._rest(scope, receive, send)
         except Exception as error:
             await _fail(scope, receive, send, error)
+
+    def _refuse_restricted(self, scope: Scope) -> None:
+        """The routes that Triton has not belong to its groups all the same, or a restriction would be worth nothing."""
+        if not self._shared.http_access:
+            return
+        path: str = scope["path"]
+        api = _OWN_APIS.get(path)
+        if path.startswith("/v1/"):
+            api = "metadata" if scope["method"] == "GET" else "inference"
+        if api is not None:
+            given = dict(reversed(scope["headers"]))
+            missing = self._shared.http_access.refusal(api, lambda name: given.get(name.encode()))
+            if missing is not None:
+                raise http_refusal(missing)
+
+
+# Routes outside of /v2 and /v1 -> the group that they belong to.
+_OWN_APIS: dict[str, Api] = {"/health": "health", "/ready": "health", "/reload": "model-repository"}
 
 
 def _is_request_id(value: bytes) -> bool:
@@ -149,7 +178,14 @@ def _own_routes(server: Server, metrics: Metrics | None) -> list[Route]:
             return _json({"ready": True}, 200)
         return _json({"ready": False, "reason": _why_not_ready(server)}, 503)
 
-    routes = [Route("/health", health), Route("/ready", ready)]
+    async def reload(request: Request) -> Response:
+        origin = request.headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+            raise TritiumError(Code.PERMISSION_DENIED, "requests from another origin are not allowed here")
+        changes = await server.rescan()
+        return _json(dataclasses.asdict(changes), 200)
+
+    routes = [Route("/health", health), Route("/ready", ready), Route("/reload", reload, methods=["POST"])]
     if metrics is not None:
 
         async def page(request: Request) -> Response:
@@ -191,12 +227,14 @@ class HttpListener:
 
     Args:
         keep_alive_s: how long an idle connection stays open.
+        reuse_port: share the port with other servers.
 
     Attributes:
         port: where it listens; 0 before ``start``.
     """
 
-    def __init__(self, application: App, *, keep_alive_s: int = 75) -> None:
+    def __init__(self, application: App, *, keep_alive_s: int = 75, reuse_port: bool = False) -> None:
+        self._reuse_port = reuse_port
         self._config = uvicorn.Config(
             application,  # type: ignore[arg-type]
             http=Connection,
@@ -222,7 +260,9 @@ class HttpListener:
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listening = socket.create_server((host, port), family=family, backlog=self._config.backlog)
+            listening = socket.create_server(
+                (host, port), family=family, backlog=self._config.backlog, reuse_port=self._reuse_port
+            )
         except OSError as error:
             raise TritiumError(Code.UNAVAILABLE, f"HTTP cannot listen on {host}:{port}: {error.strerror}") from error
         self.port = listening.getsockname()[1]

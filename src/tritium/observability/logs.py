@@ -27,7 +27,7 @@ from typing import Any, Literal, TextIO
 from tritium.errors import invalid
 
 Level = Literal["debug", "info", "warning", "error"]
-Format = Literal["text", "json"]
+Format = Literal["text", "json", "default", "ISO8601"]
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
@@ -139,7 +139,33 @@ class JsonFormatter(TextFormatter):
         return json.dumps(line, ensure_ascii=True, allow_nan=False)
 
 
-def setup(level: str = "info", format: str = "text", stream: TextIO | None = None) -> None:
+class Switches(logging.Filter):
+    """Which kinds of lines go through a handler, each by itself, as Triton's log settings have it.
+
+    Attributes:
+        verbose: 0 without the lines of level debug.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = self.warning = self.info = True
+        self.verbose = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a line is written."""
+        if record.levelno >= logging.ERROR:
+            return self.error
+        if record.levelno >= logging.WARNING:
+            return self.warning
+        return self.info if record.levelno >= logging.INFO else self.verbose > 0
+
+    def lowest(self) -> int:
+        """The least level that is written at all."""
+        levels = ((self.verbose > 0, logging.DEBUG), (self.info, logging.INFO), (self.warning, logging.WARNING))
+        return next((level for on, level in levels if on), logging.ERROR if self.error else logging.CRITICAL + 1)
+
+
+def setup(level: str = "info", format: str = "text", stream: TextIO | None = None) -> logging.Handler:
     """Sends every line of this process, those of libraries too, to ``stream`` (stderr) in one form.
 
     Calling it again replaces what the last call did.
@@ -149,22 +175,45 @@ def setup(level: str = "info", format: str = "text", stream: TextIO | None = Non
     """
     if level not in LEVELS:
         raise invalid(f"log level is '{level}', expected one of {', '.join(LEVELS)}", param="log_level")
-    formatters = {"text": TextFormatter, "json": JsonFormatter}
-    if format not in formatters:
-        raise invalid(f"log format is '{format}', expected one of {', '.join(formatters)}", param="log_format")
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(formatters[format]())
+    handler.setFormatter(formatter(format))
     root = logging.getLogger()
     for old in [h for h in root.handlers if isinstance(h.formatter, TextFormatter)]:
         root.removeHandler(old)
     root.addHandler(handler)
-    # Libraries are heard from warnings on, except when somebody looks for a fault.
-    root.setLevel(logging.DEBUG if level == "debug" else max(LEVELS[level], logging.WARNING))
-    logging.getLogger("tritium").setLevel(LEVELS[level])
+    set_level(LEVELS[level])
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         library = logging.getLogger(name)
         library.handlers.clear()
         library.propagate = True
+    return handler
+
+
+def set_level(level: int) -> None:
+    """The least level that is written from now on."""
+    # Libraries are heard from warnings on, except when somebody looks for a fault.
+    logging.getLogger().setLevel(logging.DEBUG if level <= logging.DEBUG else max(level, logging.WARNING))
+    logging.getLogger("tritium").setLevel(level)
+
+
+def formatter(format: str) -> logging.Formatter:
+    """What writes lines of that format.
+
+    Raises:
+        TritiumError: INVALID_ARGUMENT for an unknown one.
+    """
+    if format not in FORMATTERS:
+        raise invalid(f"log format is '{format}', expected one of {', '.join(FORMATTERS)}", param="log_format")
+    return FORMATTERS[format]()
+
+
+# Triton's two names stand for the text, whose times are ISO 8601 anyway.
+FORMATTERS: dict[str, type[TextFormatter]] = {
+    "text": TextFormatter,
+    "json": JsonFormatter,
+    "default": TextFormatter,
+    "ISO8601": TextFormatter,
+}
 
 
 def child_arguments() -> list[str]:

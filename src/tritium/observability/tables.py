@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from tritium.settings import Effective
+from tritium.settings import Effective, shown
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, numbers: bool = False) -> str:
@@ -33,10 +33,16 @@ def size(num_bytes: float) -> str:
 
 def settings_table(effective: Mapping[str, Effective]) -> str:
     """All settings in force, their values and sources."""
-    return table(("setting", "value", "source"), [(n, _shown(e.value), e.source) for n, e in effective.items()])
+    rows = [(name, _shown(shown(name, e.value)), e.source) for name, e in effective.items()]
+    return table(("setting", "value", "source"), rows)
+
+
+# Of a value; a longer one would push the sources out of sight.
+_WIDTH = 60
 
 
 def _shown(value: Any) -> str:
     if value is None or value == ():
         return "-"
-    return ", ".join(map(str, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else str(value)
+    text = ", ".join(map(str, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else str(value)
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tritium.backends.config import Ensemble, ModelConfig
 from tritium.errors import Code, TritiumError, invalid
 from tritium.observability import logs
 from tritium.observability.metrics import Metrics
+from tritium.serving.graph import unavailable
+from tritium.serving.instances import Surroundings
 from tritium.serving.model import Model, State
+from tritium.serving.model_files import Scratch
 from tritium.serving.repository import Plan, Repository
+from tritium.serving.request_checks import parse_version
 from tritium.serving.views import IndexEntry
 
 _log = logs.get(__name__)
@@ -25,20 +30,32 @@ class Entry:
     Attributes:
         models: the current versions, by number; also those that failed or were unloaded.
         fingerprint: of the files that ``models`` were loaded from; "" when a load must not be skipped.
+        scratch: the folder of ``models``, where their files came with a request.
         polled: its configuration could be read at least once.
         wanted: a load was asked for later than any unload.
+        named: it was loaded by its name, rather than because an ensemble needs it.
+        plan: that ``models`` were loaded from.
+        suspended: an ensemble that is out of service until its steps are back.
         lock: held while the name is being loaded.
     """
 
     models: dict[int, Model] = field(default_factory=dict[int, Model])
     fingerprint: str = ""
+    scratch: Scratch | None = None
     polled: bool = False
     wanted: bool = True
+    named: bool = False
+    plan: Plan | None = None
+    suspended: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def serving(self) -> list[Model]:
         """The ready versions, ascending."""
         return [self.models[v] for v in sorted(self.models) if self.models[v].state is State.READY]
+
+    def steps(self) -> set[str]:
+        """Names of the models that its ensemble needs; none for other models."""
+        return set() if self.plan is None else _steps(self.plan)
 
 
 class Catalog:
@@ -46,15 +63,23 @@ class Catalog:
 
     Args:
         load_limit: models that load at the same time.
+        surroundings: what all models share.
 
     Attributes:
         failures: why the last load of a name failed; gone when one succeeds.
     """
 
-    def __init__(self, repository: Repository, metrics: Metrics | None, load_limit: int) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        metrics: Metrics | None,
+        load_limit: int,
+        surroundings: Surroundings | None = None,
+    ) -> None:
         self.failures: dict[str, str] = {}
         self._repository = repository
         self._metrics = metrics
+        self._surroundings = replace(surroundings or Surroundings(), steps=self._step_config)
         self._slots = asyncio.Semaphore(load_limit)
         self._entries: dict[str, Entry] = {}
         self._missing: set[str] = set()
@@ -65,6 +90,15 @@ class Catalog:
     def models(self) -> list[Model]:
         """All current versions of all names, by name and number."""
         return [entry.models[v] for _, entry in sorted(self._entries.items()) for v in sorted(entry.models)]
+
+    def names(self) -> list[str]:
+        """The names that somebody has loaded, or tried to."""
+        return list(self._entries)
+
+    def fingerprint(self, name: str) -> str:
+        """Of the files in the repository that a name was loaded from; "" when it is not loaded."""
+        entry = self._entries.get(name)
+        return entry.fingerprint if entry is not None else ""
 
     def serving(self, name: str) -> list[Model]:
         """The ready versions of a name, ascending; none for an unknown one."""
@@ -127,24 +161,98 @@ class Catalog:
         """Loads the only model of a server without a repository."""
         await self._first_load(plan.name, self._replace(self._entry(plan.name), plan))
 
-    async def load(self, name: str, override: str | None) -> None:
+    async def load(self, name: str, override: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
         """Loads a name in a task of its own, which goes on when the caller gives up.
 
         Args:
             override: a configuration in JSON in place of the file.
+            files: model files in place of those of the repository.
 
         Raises:
             TritiumError: why it failed; UNAVAILABLE when the server drains meanwhile.
         """
-        await self._in_task(self._load(name, override))
+        await self._in_task(self._load(name, override, files))
 
-    def unload(self, name: str) -> None:
-        """Takes a name out of service; a load of it that is under way is undone when it ends."""
+    def unload(self, name: str, dependents: bool = False) -> None:
+        """Takes a name out of service; a load of it that is under way is undone when it ends.
+
+        Ensembles that need it are out of service until it is loaded again.
+
+        Args:
+            dependents: also the steps of an ensemble that nobody has loaded by name and no other one needs.
+        """
         entry = self._entries.get(name)
-        if entry is not None:
-            entry.wanted = False
-            entry.fingerprint = ""
-            self._retire(entry.serving())
+        if entry is None:
+            return
+        entry.wanted = entry.named = entry.suspended = False
+        entry.fingerprint = ""
+        self._retire(entry.serving(), entry.scratch)
+        entry.scratch = None
+        self._suspend(name)
+        for step in sorted(entry.steps()) if dependents else ():
+            found = self._entries.get(step)
+            if found is not None and not found.named and not self._needing(step):
+                self.unload(step, dependents=True)
+
+    def _needing(self, name: str) -> list[tuple[str, Entry]]:
+        """The ensembles that are wanted and have ``name`` as a step."""
+        return [(n, entry) for n, entry in sorted(self._entries.items()) if entry.wanted and name in entry.steps()]
+
+    def _suspend(self, name: str) -> None:
+        """Takes the ensembles that need ``name`` out of service."""
+        for dependent, entry in self._needing(name):
+            if entry.serving():
+                entry.suspended = True
+                self._retire(entry.serving(), None)
+                self._suspend(dependent)
+
+    async def _revive(self, name: str) -> None:
+        """Brings ensembles back that were out of service for want of ``name``; checks the others anew."""
+        for dependent, entry in self._needing(name):
+            # One that is being loaded sees the step as it is now.
+            if entry.lock.locked() or not (entry.suspended or self._outdated(entry)):
+                continue
+            async with entry.lock:
+                if entry.plan is None or not all(self.serving(step) for step in entry.steps()):
+                    continue
+                try:
+                    await self._replace(entry, entry.plan)
+                except TritiumError as error:
+                    self.failures[dependent] = error.message
+                    _log.error("ensemble does not go with its steps any more", model=dependent, error=error.message)
+                    for model in entry.serving():
+                        model.retire()
+                        model.fail(error)
+                    continue
+            await self._revive(dependent)
+
+    def _outdated(self, entry: Entry) -> bool:
+        """Whether a step of a serving ensemble has other tensors now."""
+        return any(not model.current() for model in entry.serving())
+
+    async def _load_steps(self, plan: Plan, chain: tuple[str, ...]) -> None:
+        """Loads the steps of an ensemble that are not there.
+
+        Raises:
+            TritiumError: INVALID_ARGUMENT naming those that cannot be had.
+        """
+        missing: list[str] = []
+        for step in sorted(_steps(plan)):
+            if step in chain:
+                circle = " -> ".join((*chain, step))
+                raise invalid(f"load failed for model '{plan.name}': circular dependency between ensembles: {circle}\n")
+            if self.serving(step):
+                continue
+            try:
+                await self._load(step, None, chain=chain)
+            except TritiumError as error:
+                _log.error("step of an ensemble cannot be loaded", model=plan.name, step=step, error=error.message)
+                missing.append(step)
+        if missing:
+            raise invalid(f"load failed for model '{plan.name}': {unavailable(plan.name, missing)}\n")
+
+    def _step_config(self, name: str, version: int) -> ModelConfig:
+        return self.find(name, "" if version < 0 else str(version)).config
 
     async def close(self, timeout_s: float) -> None:
         """Gives up loads, waits for running requests for at most ``timeout_s``, unloads everything."""
@@ -186,54 +294,78 @@ class Catalog:
     def _entry(self, name: str) -> Entry:
         return self._entries.setdefault(name, Entry())
 
-    async def _load(self, name: str, override: str | None) -> None:
-        """Reads the files of a name and makes what is there follow them."""
+    async def _load(
+        self,
+        name: str,
+        override: str | None,
+        files: Mapping[str, bytes] | None = None,
+        chain: tuple[str, ...] = (),
+    ) -> None:
+        """Reads the files of a name and makes what is there follow them.
+
+        Args:
+            chain: the ensembles for which it is loaded, from the outermost; none when it was asked for by name.
+        """
         # Looked up before there is an entry, so that made-up names leave nothing behind.
-        await asyncio.to_thread(self._repository.find, name)
+        if not files or override is None:
+            await asyncio.to_thread(self._repository.find, name)
         entry = self._entry(name)
         entry.wanted = True
+        entry.named = entry.named or not chain
         async with entry.lock:
+            steps_missing = False
             try:
-                plan = await asyncio.to_thread(self._repository.plan, name, override)
-                entry.polled = True
+                plan = await asyncio.to_thread(self._repository.plan, name, override, files)
+                steps_missing = True
+                await self._load_steps(plan, (*chain, name))
+                steps_missing, entry.polled = False, True
                 if override is not None or plan.fingerprint != entry.fingerprint or not entry.serving():
                     await self._replace(entry, plan)
             except TritiumError as error:
-                entry.polled = entry.polled or error.code is not Code.INTERNAL
+                entry.polled = entry.polled or not (steps_missing or error.code is Code.INTERNAL)
                 self.failures[name] = error.message
                 raise
+        await self._revive(name)
 
     async def _replace(self, entry: Entry, plan: Plan) -> None:
         """Loads what a plan asks for beside what is there, then swaps; all versions or none."""
         old = entry.serving()
-        models = {int(context.version): Model(context, self._metrics) for context in plan.contexts}
+        models = {int(context.version): Model(context, self._metrics, self._surroundings) for context in plan.contexts}
         if not old:
             entry.models = models
         async with self._slots:
             await _load_all(plan.name, list(models.values()))
-        self._retire(old)
+        self._retire(old, entry.scratch)
         for model in models.values():
             model.open()
         entry.models, entry.fingerprint, entry.polled = models, plan.fingerprint, True
+        # The plan is kept for its steps; the files that came with a request go when the model does.
+        entry.scratch, entry.plan, entry.suspended = plan.scratch, replace(plan, scratch=None), False
         self.failures.pop(plan.name, None)
         self._missing.discard(plan.name)
         if not entry.wanted:
             self.unload(plan.name)
 
-    def _retire(self, models: Sequence[Model]) -> None:
+    def _retire(self, models: Sequence[Model], scratch: Scratch | None) -> None:
         """Unloads models as soon as their requests have ended; they take no new ones from now on."""
         for model in models:
             model.retire()
             self._leaving.add(model)
-            task = asyncio.create_task(self._leave(model))
+            task = asyncio.create_task(self._leave(model, scratch))
             self._leaves.add(task)
             task.add_done_callback(self._leaves.discard)
 
-    async def _leave(self, model: Model) -> None:
+    async def _leave(self, model: Model, scratch: Scratch | None) -> None:
+        """Unloads one; until then it may need its files, so they are kept."""
         await model.wait_idle()
         await model.unload()
         self._leaving.discard(model)
         _log.info("model is unloaded", model=model.name, version=model.version)
+
+
+def _steps(plan: Plan) -> set[str]:
+    batching = plan.config.batching
+    return {step.model for step in batching.steps} if isinstance(batching, Ensemble) else set()
 
 
 async def _load_all(name: str, models: Sequence[Model]) -> None:
@@ -256,26 +388,3 @@ async def _load_all(name: str, models: Sequence[Model]) -> None:
     for model in models:
         seconds = round(time.monotonic() - started, 3)
         _log.info("model is loaded", model=name, version=model.version, seconds=seconds)
-
-
-def parse_version(version: str) -> int | None:
-    """The number of a version as a client writes it; None for "".
-
-    Raises:
-        TritiumError: INVALID_ARGUMENT when it is no integer of 64 bits, or negative.
-    """
-    if not version:
-        return None
-    digits = version.removeprefix("-")
-    if len(digits) < 20 and digits.isascii() and digits.isdecimal() and int(digits) < 1 << 63:
-        if int(version) < 0:
-            raise invalid(
-                f"invalid model version specified '{version}' , version should be an integral value > 0",
-                param="version",
-            )
-        return int(version)
-    raise invalid(
-        f"failed to get model version from specified version string '{version}' (details: stol), "
-        "version should be an integral value > 0",
-        param="version",
-    )

@@ -16,15 +16,19 @@ from google.protobuf import json_format, text_format
 from tritium.backends.config import (
     All,
     DynamicBatching,
+    Ensemble,
     InstanceGroup,
     Latest,
     ModelConfig,
-    QueuePolicy,
+    Oldest,
+    Resource,
+    SequenceBatching,
     Specific,
     TensorSpec,
 )
 from tritium.errors import TritiumError, invalid
 from tritium.proto import model_config_pb2 as pb
+from tritium.serving import config_schedule as schedule
 from tritium.serving.config_checks import DEVICE_KINDS, Device, check_config, refuse_unsupported
 from tritium.types import DType
 
@@ -129,25 +133,42 @@ def render(config: ModelConfig) -> ModelConfig:
     message.CopyFrom(config.source)
     message.name, message.backend, message.platform = config.name, config.backend, config.platform
     message.max_batch_size = config.max_batch_size
-    if config.decoupled or message.HasField("model_transaction_policy"):
+    ensemble = isinstance(config.batching, Ensemble)
+    if config.decoupled or ensemble or message.HasField("model_transaction_policy"):
         message.model_transaction_policy.decoupled = config.decoupled
     _write_tensors(message.input, config.inputs)
     _write_tensors(message.output, config.outputs)
     for spec, tensor in zip(config.inputs, message.input, strict=True):
         tensor.optional, tensor.allow_ragged_batch = spec.optional, spec.ragged
-    if config.batching is not None:
-        batching = message.dynamic_batching
-        batching.SetInParent()
-        batching.preferred_batch_size[:] = config.batching.preferred
-        batching.max_queue_delay_microseconds = config.batching.delay_us
+    _write_batching(message, config)
     _write_instances(message.instance_group, config.instances)
     if isinstance(config.versions, Latest):
         message.version_policy.latest.num_versions = config.versions.count
     # Triton writes these two defaults into every configuration.
     for pinned in ("input_pinned_memory", "output_pinned_memory"):
-        if not message.optimization.HasField(pinned):
+        if not ensemble and not message.optimization.HasField(pinned):
             getattr(message.optimization, pinned).enable = True
     return dataclasses.replace(config, source=message)
+
+
+def _write_batching(message: Any, config: ModelConfig) -> None:
+    """What a backend may have chosen, and the defaults that Triton shows."""
+    match config.batching:
+        case DynamicBatching() as batching:
+            dynamic = message.dynamic_batching
+            dynamic.SetInParent()
+            preferred = schedule.default_preferred(batching.preferred, config.max_batch_size)
+            dynamic.preferred_batch_size[:] = preferred
+            dynamic.max_queue_delay_microseconds = batching.delay_us
+        case SequenceBatching(strategy=Oldest() as oldest) as batching:
+            message.sequence_batching.oldest.preferred_batch_size[:] = oldest.preferred
+            message.sequence_batching.oldest.max_candidate_sequences = oldest.candidates
+            message.sequence_batching.max_sequence_idle_microseconds = batching.idle_us
+        case SequenceBatching() as batching:
+            message.sequence_batching.direct.SetInParent()
+            message.sequence_batching.max_sequence_idle_microseconds = batching.idle_us
+        case _:
+            pass
 
 
 def _write_tensors(target: Any, specs: tuple[TensorSpec, ...]) -> None:
@@ -180,7 +201,6 @@ def _write_instances(target: Any, groups: tuple[InstanceGroup, ...]) -> None:
 
 
 def _from_message(source: Any, name: str) -> ModelConfig:
-    batching = _batching(source) if source.HasField("dynamic_batching") else None
     return ModelConfig(
         name=name,
         source=source,
@@ -189,21 +209,22 @@ def _from_message(source: Any, name: str) -> ModelConfig:
         max_batch_size=source.max_batch_size,
         inputs=tuple(_spec(tensor, "input") for tensor in source.input),
         outputs=tuple(_spec(tensor, "output") for tensor in source.output),
-        batching=batching,
+        batching=schedule.batching(source),
         instances=_instances(source, name),
         versions=_versions(source.version_policy),
         decoupled=source.model_transaction_policy.decoupled,
         parameters=MappingProxyType({key: value.string_value for key, value in source.parameters.items()}),
+        response_cache=source.response_cache.enable,
+        warmup=schedule.warmup(source),
+        batch_inputs=schedule.batch_inputs(source),
+        batch_outputs=schedule.batch_outputs(source),
     )
 
 
 def _spec(tensor: Any, kind: str) -> TensorSpec:
-    type_name = pb.DataType.Name(tensor.data_type).removeprefix("TYPE_")
-    if type_name == "INVALID":
-        raise invalid(f"{kind} '{tensor.name}' has no data_type, expected one such as TYPE_INT32", param=tensor.name)
     return TensorSpec(
         name=tensor.name,
-        dtype=DType.BYTES if type_name == "STRING" else DType(type_name),
+        dtype=schedule.dtype_of(tensor, f"{kind} '{tensor.name}'"),
         dims=tuple(tensor.dims),
         optional=kind == "input" and tensor.optional,
         reshape=tuple(tensor.reshape.shape) if tensor.HasField("reshape") else None,
@@ -216,7 +237,12 @@ def _type_number(dtype: DType) -> int:
 
 
 def _instances(source: Any, name: str) -> tuple[InstanceGroup, ...]:
-    """The groups with the names and counts that Triton gives; without any, one instance of the model's name."""
+    """The groups with the names and counts that Triton gives; without any, one instance of the model's name.
+
+    An ensemble has no instances.
+    """
+    if source.HasField("ensemble_scheduling"):
+        return ()
     if not source.instance_group:
         return (InstanceGroup(name=name),)
     return tuple(
@@ -225,6 +251,10 @@ def _instances(source: Any, name: str) -> tuple[InstanceGroup, ...]:
             count=group.count or 1,
             device=_DEVICES[pb.ModelInstanceGroup.Kind.Name(group.kind)],
             gpus=tuple(group.gpus),
+            resources=tuple(
+                Resource(one.name, one.count, getattr(one, "global")) for one in group.rate_limiter.resources
+            ),
+            priority=group.rate_limiter.priority,
         )
         for index, group in enumerate(source.instance_group)
     )
@@ -238,24 +268,6 @@ def _versions(policy: Any) -> Latest | All | Specific:
             return Specific(tuple(sorted(set(policy.specific.versions))))
         case _:
             return Latest(policy.latest.num_versions or 1)
-
-
-def _batching(source: Any) -> DynamicBatching:
-    message = source.dynamic_batching
-    preferred = tuple(message.preferred_batch_size)
-    if not preferred and source.max_batch_size > 0:
-        preferred = (source.max_batch_size,)
-    return DynamicBatching(
-        preferred=preferred,
-        delay_us=message.max_queue_delay_microseconds,
-        levels=message.priority_levels,
-        default_level=message.default_priority_level,
-        policy=QueuePolicy(
-            timeout_us=message.default_queue_policy.default_timeout_microseconds,
-            allow_override=message.default_queue_policy.allow_timeout_override,
-            max_size=message.default_queue_policy.max_queue_size,
-        ),
-    )
 
 
 def _short(text: str, limit: int = 300) -> str:

@@ -6,7 +6,17 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, Literal
 
-from tritium.backends.config import ANY, DynamicBatching, InstanceGroup, ModelConfig, Specific, TensorSpec
+from tritium.backends.config import (
+    ANY,
+    Direct,
+    DynamicBatching,
+    Ensemble,
+    InstanceGroup,
+    ModelConfig,
+    SequenceBatching,
+    Specific,
+    TensorSpec,
+)
 from tritium.errors import Code, TritiumError, invalid
 
 Device = Literal["auto", "cpu", "gpu", "model"]
@@ -19,30 +29,15 @@ DEVICE_KINDS: dict[Device, str] = {
 
 # Fields that change what a model answers or when, and that this version cannot honour.
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "ensemble_scheduling": lambda c: c.HasField("ensemble_scheduling"),
-    "sequence_batching": lambda c: c.HasField("sequence_batching"),
-    "response_cache": lambda c: c.response_cache.enable,
-    "model_warmup": lambda c: bool(c.model_warmup),
     "model_operations": lambda c: bool(c.model_operations.op_library_filename),
     "model_repository_agents": lambda c: bool(c.model_repository_agents.agents),
-    "batch_input": lambda c: bool(c.batch_input),
-    "batch_output": lambda c: bool(c.batch_output),
-    "metric_tags": lambda c: bool(c.metric_tags),
     "model_metrics": lambda c: c.HasField("model_metrics"),
-    "instance_group.rate_limiter": lambda c: any(g.HasField("rate_limiter") for g in c.instance_group),
     "instance_group.passive": lambda c: any(g.passive for g in c.instance_group),
     "instance_group.secondary_devices": lambda c: any(g.secondary_devices for g in c.instance_group),
     "input.is_shape_tensor": lambda c: any(t.is_shape_tensor for t in c.input),
     "output.is_shape_tensor": lambda c: any(t.is_shape_tensor for t in c.output),
     "input.is_non_linear_format_io": lambda c: any(t.is_non_linear_format_io for t in c.input),
     "output.is_non_linear_format_io": lambda c: any(t.is_non_linear_format_io for t in c.output),
-    "output.label_filename": lambda c: any(t.label_filename for t in c.output),
-    "dynamic_batching.preserve_ordering": lambda c: c.dynamic_batching.preserve_ordering,
-    "dynamic_batching.priority_queue_policy": lambda c: bool(c.dynamic_batching.priority_queue_policy),
-    "dynamic_batching.default_queue_policy.timeout_action": lambda c: (
-        # Set means DELAY: REJECT is the default.
-        c.dynamic_batching.default_queue_policy.timeout_action != 0
-    ),
 }
 # Fields that tune how a backend of Triton works and have no counterpart; they are kept, shown and have no effect.
 _WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
@@ -88,8 +83,13 @@ def check_config(config: ModelConfig) -> None:
             _check_tensor(kind, index, spec)
     for group in config.instances:
         _check_instance(group)
-    if config.batching is not None:
-        _check_batching(config.batching, config.max_batch_size)
+    _check_batching(config)
+    _check_made_tensors(config)
+    if config.response_cache and config.decoupled:
+        raise invalid(
+            f"response_cache.enable is true for '{config.name}', expected false with a decoupled transaction policy",
+            param="response_cache",
+        )
     if isinstance(config.versions, Specific) and any(v < 1 for v in config.versions.versions):
         raise invalid(
             f"version_policy.specific has {min(config.versions.versions)}, expected versions from 1",
@@ -97,20 +97,139 @@ def check_config(config: ModelConfig) -> None:
         )
 
 
-def _check_batching(batching: DynamicBatching, max_batch_size: int) -> None:
-    for size in batching.preferred:
+def _check_batching(config: ModelConfig) -> None:
+    ensemble = isinstance(config.batching, Ensemble)
+    if ensemble != (config.platform == "ensemble"):
+        raise invalid(
+            f"platform is '{config.platform}' {'with' if ensemble else 'without'} ensemble_scheduling, expected "
+            "'ensemble' exactly where that is set",
+            param="platform",
+        )
+    match config.batching:
+        case DynamicBatching() as dynamic:
+            _check_preferred("dynamic_batching", dynamic.preferred, config.max_batch_size)
+            _check_levels(dynamic)
+        case SequenceBatching() as sequence:
+            _check_sequence(config, sequence)
+        case Ensemble() as found:
+            _check_steps(config.name, found)
+        case None:
+            pass
+
+
+def _check_preferred(where: str, preferred: tuple[int, ...], max_batch_size: int) -> None:
+    for size in preferred:
         if not 0 < size <= max_batch_size:
             raise invalid(
-                f"dynamic_batching.preferred_batch_size has {size}, expected values from 1 to "
+                f"{where}.preferred_batch_size has {size}, expected values from 1 to "
                 f"max_batch_size, which is {max_batch_size}",
                 param="preferred_batch_size",
             )
+
+
+def _check_levels(batching: DynamicBatching) -> None:
     if batching.levels and not 1 <= batching.default_level <= batching.levels:
         raise invalid(
             f"dynamic_batching.default_priority_level is {batching.default_level}, expected a value from 1 to "
             f"priority_levels, which is {batching.levels}",
             param="default_priority_level",
         )
+    for level in batching.level_policies:
+        if not 1 <= level <= max(1, batching.levels):
+            raise invalid(
+                f"dynamic_batching.priority_queue_policy has level {level}, expected levels from 1 to "
+                f"priority_levels, which is {batching.levels}",
+                param="priority_queue_policy",
+            )
+    if not batching.preserve_order:
+        return
+    if batching.levels > 1:
+        raise invalid(
+            f"dynamic_batching.priority_levels is {batching.levels}, expected one level when preserve_ordering is true",
+            param="preserve_ordering",
+        )
+    if any(p.delay and p.timeout_us for p in (batching.policy, *batching.level_policies.values())):
+        raise invalid(
+            "dynamic_batching has a queue policy with timeout_action DELAY, expected REJECT when preserve_ordering "
+            "is true",
+            param="preserve_ordering",
+        )
+
+
+def _check_sequence(config: ModelConfig, batching: SequenceBatching) -> None:
+    strategy = batching.strategy
+    if isinstance(strategy, Direct):
+        if not 0 <= strategy.min_utilization <= 1:
+            raise invalid(
+                f"sequence_batching.direct.minimum_slot_utilization is {strategy.min_utilization:g}, expected a value "
+                "from 0 to 1",
+                param="minimum_slot_utilization",
+            )
+    else:
+        _check_preferred("sequence_batching.oldest", strategy.preferred, config.max_batch_size)
+        if strategy.candidates < 1:
+            raise invalid(
+                f"sequence_batching.oldest.max_candidate_sequences is {strategy.candidates}, expected at least 1",
+                param="max_candidate_sequences",
+            )
+    kinds = [control.kind for control in batching.controls]
+    for kind in set(kinds):
+        if kinds.count(kind) > 1:
+            raise invalid(
+                f"sequence_batching.control_input has {kinds.count(kind)} controls of kind "
+                f"CONTROL_SEQUENCE_{kind.upper()}, expected at most one",
+                param="control_input",
+            )
+    for state in batching.states:
+        for where, dims in [(state.input, state.dims), *((one.name, one.dims) for one in state.initial)]:
+            if any(size < 1 and size != ANY for size in dims):
+                raise invalid(f"state '{where}' has dims {list(dims)}, expected positive sizes or -1", param="state")
+        if any(one.dtype is not state.dtype for one in state.initial):
+            raise invalid(
+                f"state '{state.input}' has an initial_state of another data_type, expected {state.dtype.value}",
+                param="initial_state",
+            )
+
+
+def _check_steps(name: str, ensemble: Ensemble) -> None:
+    if not ensemble.steps:
+        raise invalid(f"must specify 'step' for ensemble '{name}'", param="step")
+    for index, step in enumerate(ensemble.steps):
+        for field, value in (
+            ("model_name", step.model),
+            ("input_map", step.inputs),
+            ("output_map", step.outputs),
+        ):
+            if not value:
+                raise invalid(f"must specify '{field}' in step {index} of ensemble '{name}'", param="step")
+
+
+def _check_made_tensors(config: ModelConfig) -> None:
+    """Inputs and outputs that the server makes, cuts or fills: each must go with declared ones."""
+    for kind, target, source in (
+        *(("batch_input", one.target, one.source) for one in config.batch_inputs),
+        *(("batch_output", one.target, one.source) for one in config.batch_outputs),
+    ):
+        if config.input(source) is None:
+            raise invalid(
+                f"{kind} '{target}' has source_input '{source}', expected the name of a declared input", param=kind
+            )
+        if kind == "batch_output" and config.output(target) is None:
+            raise invalid(f"{kind} has target_name '{target}', expected the name of a declared output", param=kind)
+    for sample in config.warmup:
+        if sample.batch_size > config.max_batch_size:
+            raise invalid(
+                f"model_warmup '{sample.name}' has batch_size {sample.batch_size}, expected at most max_batch_size, "
+                f"which is {config.max_batch_size}",
+                param="model_warmup",
+            )
+        for one in sample.inputs:
+            if any(size < 1 for size in one.dims):
+                raise invalid(
+                    f"model_warmup '{sample.name}' input '{one.name}' has dims {list(one.dims)}, expected positive "
+                    "sizes",
+                    param="model_warmup",
+                )
 
 
 def _check_tensor(kind: str, index: int, spec: TensorSpec) -> None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from tritium.backends import find
 from tritium.backends.base import Backend, LoadContext, TextBackend, Timing
-from tritium.backends.config import ModelConfig
+from tritium.backends.config import DynamicBatching, ModelConfig, SequenceBatching
 from tritium.errors import Code, TritiumError
 from tritium.llm.types import GenerateRequest, TokenDelta
 from tritium.observability import logs
 from tritium.observability.metrics import Metrics
+from tritium.observability.tracing import Trace
+from tritium.serving import warmup
+from tritium.serving.cache import Memory, salt_of
+from tritium.serving.closing import closing
 from tritium.serving.config import render
 from tritium.serving.config_checks import check_config, without_effect
+from tritium.serving.ensemble import EnsembleRunner
+from tritium.serving.instances import Instances, Surroundings, make_backend
+from tritium.serving.model_files import keep_labels
 from tritium.serving.request_checks import check_request
 from tritium.serving.stats import ModelStats
 from tritium.types import InferRequest, InferResponse
@@ -42,16 +48,37 @@ class _Run:
     rows: int
     arrived_ns: int
     timing: Timing
+    trace: Trace | None = None
+    answers: int = 0
     ended: bool = False
 
+    def answered(self, answer: InferResponse) -> None:
+        """One answer came; also the last."""
+        if not self.answers:
+            self.stats.first_answer(time.monotonic_ns() - self.arrived_ns)
+        self.answers += 1
+        if self.trace is not None:
+            self.trace.stamp("INFER_RESPONSE_COMPLETE")
+            self.trace.hold("TENSOR_BACKEND_OUTPUT", answer.outputs)
+
     def succeed(self) -> None:
-        self.ended = True
-        self.stats.succeeded(self.rows, time.monotonic_ns() - self.arrived_ns, self.timing)
+        self._end(None)
 
     def fail(self, code: Code) -> None:
         if not self.ended:
-            self.ended = True
-            self.stats.failed(code, time.monotonic_ns() - self.arrived_ns, self.timing)
+            self._end(code)
+
+    def _end(self, code: Code | None) -> None:
+        self.ended = True
+        now = time.monotonic_ns()
+        if code is None:
+            self.stats.succeeded(self.rows, now - self.arrived_ns, self.timing)
+        else:
+            self.stats.failed(code, now - self.arrived_ns, self.timing)
+        if self.trace is not None:
+            t = self.timing
+            parts_ns = None if t.cache == "hit" else (t.queue_ns, t.input_ns, t.output_ns)
+            self.trace.served(self.stats.version, self.arrived_ns, now, parts_ns)
 
 
 class Model:
@@ -60,13 +87,16 @@ class Model:
     Args:
         context: what its backend is told.
         metrics: the registry of the server; None where nobody reads it.
+        surroundings: what it shares with the other models of the server.
 
     Attributes:
         config: as the file says it; once loaded, as the backend completed it.
         created_s: when it became ready, in seconds since the epoch; 0 before.
     """
 
-    def __init__(self, context: LoadContext, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, context: LoadContext, metrics: Metrics | None = None, surroundings: Surroundings | None = None
+    ) -> None:
         self.context = context
         self.name = context.name
         self.version = context.version
@@ -75,6 +105,8 @@ class Model:
         self.created_s = 0
         self.stats = ModelStats(self.name, self.version)
         self._metrics = metrics
+        self._surroundings = surroundings or Surroundings()
+        self._memory: Memory | None = None
         self._backend: Backend | None = None
         self._reason = ""
         self._failed = False
@@ -104,6 +136,10 @@ class Model:
         """Whether it went out of service because it was told to."""
         return self.state is State.UNAVAILABLE and not self._failed
 
+    def current(self) -> bool:
+        """Whether the models that it is made of are still as they were when it was loaded."""
+        return not isinstance(self._backend, EnsembleRunner) or self._backend.current()
+
     async def load(self) -> None:
         """Loads the backend; ``open`` then makes it READY. Or makes it UNAVAILABLE with the reason.
 
@@ -129,11 +165,12 @@ class Model:
         if self._backend is None:
             raise self._not_loaded()
         self.created_s = int(time.time())
+        self._memory = self._remember()
         self._count(self._backend)
         self.state = State.READY
 
     async def _load_backend(self) -> Backend:
-        backend = find(self.config.backend, self.config.platform, self.name)(self.context)
+        backend = make_backend(self.context, self._surroundings, self.stats)
         fields = without_effect(self.config.source)
         if fields:
             _log.warning("fields of the configuration have no effect here", model=self.name, fields=", ".join(fields))
@@ -141,7 +178,9 @@ class Model:
             config = await backend.complete(self.config)
             check_config(config)
             await backend.load()
-            self.config = render(_placed(config, backend))
+            if not isinstance(backend, Instances):
+                await warmup.through(backend, config, self.version, self.context.model_folder)
+            self.config = keep_labels(render(_placed(config, backend)), self.config)
         except BaseException:
             await _unload_quietly(backend, self.name)
             raise
@@ -222,12 +261,13 @@ class Model:
             TritiumError: the request does not fit the configuration, or instead of the final answer.
         """
         rows = check_request(self.config, request)
-        if self.config.batching is not None:
-            request.timeout_us = self.config.batching.policy.wait_us(request.timeout_us)
-        with self._run(rows, request.arrived_ns) as (run, backend):
-            async with _closing(backend.stream(request, run.timing)) as answers:
+        if request.trace is not None:
+            request.trace.hold("TENSOR_QUEUE_INPUT", request.inputs.values())
+        with self._run(rows, request.arrived_ns, request.trace) as (run, backend):
+            async with closing(self._answers(backend, request, run.timing)) as answers:
                 async for answer in answers:
                     answer.model, answer.version, answer.id = self.name, self.version, request.id
+                    run.answered(answer)
                     if answer.final:
                         run.succeed()
                     yield answer
@@ -235,14 +275,32 @@ class Model:
                         return
             raise TritiumError(Code.INTERNAL, f"model '{self.name}' ended without a final answer")
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta]:
+    def _answers(self, backend: Backend, request: InferRequest, timing: Timing) -> AsyncIterator[InferResponse]:
+        """The answers of the backend, or of the response cache before it."""
+        if not isinstance(backend, Instances) and isinstance(self.config.batching, DynamicBatching):
+            # Who schedules itself has a queue of its own, with one policy.
+            request.timeout_us = self.config.batching.policy.wait_us(request.timeout_us)
+        if self._memory is None:
+            return backend.stream(request, timing)
+        return self._memory.answers(request, timing, lambda: backend.stream(request, timing))
+
+    def _remember(self) -> Memory | None:
+        cache = self._surroundings.cache
+        if not self.config.response_cache or cache is None:
+            return None
+        if isinstance(self.config.batching, SequenceBatching):
+            _log.warning("response cache is off: a sequence's answers depend on what came before", model=self.name)
+            return None
+        return Memory(cache, [spec.name for spec in self.config.outputs], salt_of(cache, self.config))
+
+    async def generate(self, request: GenerateRequest, trace: Trace | None = None) -> AsyncGenerator[TokenDelta]:
         """Continues one sequence; the last delta, and only that, has ``finish``. Closing it aborts.
 
         Raises:
             TritiumError: INVALID_ARGUMENT when this is no language model; or instead of the last delta.
         """
         self.text_backend()
-        with self._run(1, request.arrived_ns) as (run, backend):
+        with self._run(1, request.arrived_ns, trace) as (run, backend):
             assert isinstance(backend, TextBackend)
             async with aclosing(run.timing.watch(request, backend.generate(request))) as deltas:
                 async for delta in deltas:
@@ -273,12 +331,12 @@ class Model:
         return isinstance(self._backend, TextBackend)
 
     @contextmanager
-    def _run(self, rows: int, arrived_ns: int) -> Generator[tuple[_Run, Backend]]:
+    def _run(self, rows: int, arrived_ns: int, trace: Trace | None) -> Generator[tuple[_Run, Backend]]:
         """Counts a request from here to its end; an error of any kind becomes a TritiumError."""
         backend = self._backend
         if backend is None or self.state is not State.READY:
             raise self._not_loaded()
-        run = _Run(self.stats, rows, arrived_ns, Timing(self.stats.metrics if self.is_text else None))
+        run = _Run(self.stats, rows, arrived_ns, Timing(self.stats.metrics if self.is_text else None), trace)
         self._running += 1
         self._idle.clear()
         try:
@@ -304,20 +362,17 @@ class Model:
         if self._metrics is None:
             return
         text = isinstance(backend, TextBackend)
-        self.stats.metrics = self._metrics.add_model(self.name, self.version, "llm" if text else "model")
+        self.stats.metrics = self._metrics.add_model(
+            self.name,
+            self.version,
+            "llm" if text else "model",
+            tags=self.config.source.metric_tags,
+            cached=self.config.source.response_cache.enable,
+            decoupled=self.config.decoupled,
+        )
         if isinstance(backend, TextBackend):
             for index in range(len(backend.engine_stats())):
                 self.stats.metrics.watch(lambda index=index: backend.engine_stats()[index])
-
-
-@asynccontextmanager
-async def _closing(answers: AsyncIterator[InferResponse]) -> AsyncGenerator[AsyncIterator[InferResponse]]:
-    """Closes an iterator of a backend at the end, if it can be closed."""
-    try:
-        yield answers
-    finally:
-        if isinstance(answers, AsyncGenerator):
-            await answers.aclose()
 
 
 async def _unload_quietly(backend: Backend, name: str) -> None:

@@ -20,8 +20,11 @@ from tritium.backends.config import All, Latest, ModelConfig, Specific
 from tritium.errors import Code, TritiumError, invalid
 from tritium.observability import logs
 from tritium.serving.config import empty, make_config, parse_json, parse_text, read_limited
+from tritium.serving.model_files import Scratch, with_labels
 
 CONFIG_FILE = "config.pbtxt"
+# Where ``--model-config-name`` looks, below the folder of a model.
+CONFIGS_FOLDER = "configs"
 TRITON_CONFIG_FILE = "triton_config.json"
 # A fingerprint looks at so many files of a model at most.
 MAX_FILES = 100_000
@@ -43,12 +46,14 @@ class Plan:
 
     Attributes:
         fingerprint: differs when a file of the model has changed.
+        scratch: the folder of files that came with a request; removed once nobody holds the plan.
     """
 
     name: str
     config: ModelConfig
     contexts: tuple[LoadContext, ...]
     fingerprint: str
+    scratch: Scratch | None = None
 
 
 @dataclass(slots=True)
@@ -57,10 +62,16 @@ class Repository:
 
     Attributes:
         settings: passed on to every backend.
+        backend_settings: texts by key, by the name of the backend that they are for; "" is for all.
+        config_name: a model's configuration is ``configs/<this>.pbtxt``, where there is such a file.
+        auto_complete: whether backends may complete configurations; without, a model must have a file.
     """
 
     folders: Sequence[Path]
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
+    backend_settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+    config_name: str = ""
+    auto_complete: bool = True
 
     def check(self) -> None:
         """Checks that the folders are there.
@@ -89,22 +100,37 @@ class Repository:
             raise _not_polled(name, f"{len(places)} repositories have a folder of that name")
         return Found(name, places[0])
 
-    def plan(self, name: str, override: str | None = None) -> Plan:
+    def fingerprint(self, name: str) -> str:
+        """A digest that differs when a file of the model has changed; "" when there is no such model. Blocks."""
+        places = self._scan().get(name, [])
+        return fingerprint(places[0]) if len(places) == 1 else ""
+
+    def plan(self, name: str, override: str | None = None, files: Mapping[str, bytes] | None = None) -> Plan:
         """Reads what a model's files ask for. Blocks; call it in a thread.
 
         Args:
             override: a configuration in JSON that takes the place of the file.
+            files: by path below the model's folder, in place of what lies there; wants ``override``.
 
         Raises:
             TritiumError: INTERNAL when folder or configuration cannot be read, INVALID_ARGUMENT when the
                 policy leaves no version.
         """
-        found = self.find(name)
-        # Taken first: a file that changes while it is read makes the next load a real one.
-        fingerprint = _fingerprint(found.folder)
+        scratch = None
+        if files:
+            if override is None:
+                raise _not_polled(name, "files in a request want a 'config' beside them")
+            scratch = Scratch(name, files)
+            # A plain load that follows shall not take the repository's files for changed ones.
+            digest = self.fingerprint(name)
+            found = Found(name, scratch.folder)
+        else:
+            found = self.find(name)
+            # Taken first: a file that changes while it is read makes the next load a real one.
+            digest = fingerprint(found.folder)
         versions = versions_of(found.folder)
         try:
-            config = _read_config(found, versions, override)
+            config = with_labels(self._read_config(found, versions, override), found.folder)
             chosen = choose(versions, config)
             general = _read_triton_config(found.folder, f"{name}/{TRITON_CONFIG_FILE}")
             contexts = tuple(self._context(found, config, version, general) for version in chosen)
@@ -115,7 +141,7 @@ class Repository:
                 f"load failed for model '{name}': at least one version must be available under the version policy "
                 f"of model '{name}'\n"
             )
-        return Plan(name, config, contexts, fingerprint)
+        return Plan(name, config, contexts, digest, scratch)
 
     def _context(self, found: Found, config: ModelConfig, version: int, general: Mapping[str, object]) -> LoadContext:
         folder = found.folder / str(version)
@@ -128,7 +154,30 @@ class Repository:
             model_folder=found.folder,
             triton_config={**general, **own},
             settings=self.settings,
+            auto_complete=self.auto_complete,
+            backend_config={
+                **self.backend_settings.get("", {}),
+                **self.backend_settings.get(config.backend or config.platform, {}),
+            },
         )
+
+    def _read_config(self, found: Found, versions: Sequence[int], override: str | None) -> ModelConfig:
+        path = found.folder / CONFIG_FILE
+        if self.config_name and (named := found.folder / CONFIGS_FOLDER / f"{self.config_name}.pbtxt").exists():
+            path = named
+        shown = f"{found.name}/{path.relative_to(found.folder)}"
+        if override is not None:
+            shown = "config"
+            source = parse_json(override, shown)
+        elif path.exists():
+            source = parse_text(read_limited(path, shown), shown)
+        elif not self.auto_complete:
+            raise invalid(f"{shown} is missing, and configurations are not completed here")
+        else:
+            source = empty()
+        if not source.backend and not source.platform and versions and self.auto_complete:
+            source.backend = detect(found.folder / str(versions[-1]))
+        return make_config(source, found.name, shown)
 
     def _scan(self) -> dict[str, list[Path]]:
         """Model folders by name; hidden ones are left out."""
@@ -175,21 +224,6 @@ def choose(versions: Sequence[int], config: ModelConfig) -> list[int]:
             return [version for version in versions if version in wanted]
 
 
-def _read_config(found: Found, versions: Sequence[int], override: str | None) -> ModelConfig:
-    shown = f"{found.name}/{CONFIG_FILE}"
-    path = found.folder / CONFIG_FILE
-    if override is not None:
-        shown = "config"
-        source = parse_json(override, shown)
-    elif path.exists():
-        source = parse_text(read_limited(path, shown), shown)
-    else:
-        source = empty()
-    if not source.backend and not source.platform and versions:
-        source.backend = detect(found.folder / str(versions[-1]))
-    return make_config(source, found.name, shown)
-
-
 def _read_triton_config(folder: Path, shown: str) -> dict[str, object]:
     """The object in a ``triton_config.json``; empty when there is no such file."""
     path = folder / TRITON_CONFIG_FILE
@@ -203,7 +237,7 @@ def _read_triton_config(folder: Path, shown: str) -> dict[str, object]:
         raise invalid(f"{shown} is nested too deeply") from None
 
 
-def _fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path) -> str:
     """A digest of names, sizes and times of all files of a model; nothing is read."""
     digest = hashlib.blake2b(digest_size=16)
     seen = 0

@@ -166,3 +166,26 @@ def _names(names: Iterable[str]) -> str:
 
 def _list(shape: Iterable[int]) -> str:
     return "[" + ",".join(str(size) for size in shape) + "]"
+
+
+def parse_version(version: str) -> int | None:
+    """The number of a version as a client writes it; None for "".
+
+    Raises:
+        TritiumError: INVALID_ARGUMENT when it is no integer of 64 bits, or negative.
+    """
+    if not version:
+        return None
+    digits = version.removeprefix("-")
+    if len(digits) < 20 and digits.isascii() and digits.isdecimal() and int(digits) < 1 << 63:
+        if int(version) < 0:
+            raise invalid(
+                f"invalid model version specified '{version}' , version should be an integral value > 0",
+                param="version",
+            )
+        return int(version)
+    raise invalid(
+        f"failed to get model version from specified version string '{version}' (details: stol), "
+        "version should be an integral value > 0",
+        param="version",
+    )

@@ -15,10 +15,15 @@ from tritium.errors import Code, TritiumError, invalid
 from tritium.llm.types import GenerateRequest, TokenDelta
 from tritium.observability import logs
 from tritium.observability.metrics import Metrics
+from tritium.observability.tracing import Traces
+from tritium.serving.cache import Cache
 from tritium.serving.catalog import Catalog
 from tritium.serving.config import empty, make_config
+from tritium.serving.instances import Surroundings
+from tritium.serving.limiter import RateLimiter
 from tritium.serving.model import Model, State
 from tritium.serving.repository import Plan, Repository
+from tritium.serving.services import Services
 from tritium.serving.stats import ModelStats
 from tritium.serving.views import (
     EXTENSIONS,
@@ -30,11 +35,12 @@ from tritium.serving.views import (
     TextModel,
     model_metadata,
 )
+from tritium.serving.watch import Changes, Watcher
 from tritium.types import InferRequest, InferResponse
 
 __all__ = ["EngineView", "IndexEntry", "ModelMetadata", "Server", "ServerMetadata", "TensorMetadata", "TextModel"]
 
-Control = Literal["none", "explicit"]
+Control = Literal["none", "poll", "explicit"]
 ALL_MODELS = "*"
 # What a client is told to wait when this server is going away: about the time until another one has its place.
 DRAIN_RETRY_S = 1.0
@@ -47,14 +53,22 @@ class Server:
 
     Args:
         repositories: folders of models.
-        control: ``none`` loads every model at the start and refuses changes; ``explicit`` loads what
-            ``load_models`` names, and what requests ask for.
+        control: ``none`` loads every model at the start and refuses changes; ``poll`` too, and follows the
+            files of the repositories from then on; ``explicit`` loads what ``load_models`` names, and what
+            requests ask for.
         load_models: names to load at the start in ``explicit`` mode; "*" stands for all.
+        poll_s: how often ``poll`` looks.
         settings: engine settings for every model, by field name; what a model's own files say wins.
+        backend_settings: ``--backend-config``: texts by key, by backend; "" is for all.
+        config_name: of the configuration files to prefer (``configs/<this>.pbtxt``).
+        auto_complete: whether backends complete configurations.
         name: what the server calls itself in its metadata.
         strict_readiness: ready means that every model that should be is; otherwise that it takes requests.
         load_limit: models that load at the same time.
         metrics: where requests are counted for Prometheus; None where nobody reads it.
+        traces: which requests are traced; None for none.
+        rate_limiter: which executions may run at the same time; None for all.
+        cache: of responses, for the models whose configuration asks for one; None for none.
     """
 
     def __init__(
@@ -63,18 +77,41 @@ class Server:
         *,
         control: Control = "none",
         load_models: Sequence[str] = (),
+        poll_s: float = 15.0,
         settings: Mapping[str, object] | None = None,
+        backend_settings: Mapping[str, Mapping[str, str]] | None = None,
+        config_name: str = "",
+        auto_complete: bool = True,
         name: str = "tritium",
         strict_readiness: bool = True,
         load_limit: int = 4,
         metrics: Metrics | None = None,
+        traces: Traces | None = None,
+        rate_limiter: RateLimiter | None = None,
+        cache: Cache | None = None,
     ) -> None:
+        self.traces = traces or Traces()
         self._name = name
         self._control: Control = control
         self._load_models = tuple(load_models)
         self._strict = strict_readiness
-        self._repository = Repository(tuple(repositories), dict(settings or {}))
-        self._catalog = Catalog(self._repository, metrics, load_limit)
+        self._poll_s = poll_s
+        self._repository = Repository(
+            tuple(repositories),
+            dict(settings or {}),
+            backend_settings=dict(backend_settings or {}),
+            config_name=config_name,
+            auto_complete=auto_complete,
+        )
+        services = Services(self.infer_stream, self.load, self.unload, self.model_ready, metrics)
+        if cache is not None and metrics is not None:
+            metrics.watch_cache(lambda: cache.stats)
+        if cache is not None and metrics is not None:
+            metrics.watch_cache(lambda: cache.stats)
+        surroundings = Surroundings(services, rate_limiter or RateLimiter(), cache)
+        self._catalog = Catalog(self._repository, metrics, load_limit, surroundings)
+        self._watcher = Watcher(self._catalog, self._repository, everything=control != "explicit")
+        self._polling: asyncio.Task[None] | None = None
         self._single: Plan | None = None
         self._started = False
         self._draining = False
@@ -91,6 +128,7 @@ class Server:
         server_name: str = "tritium",
         strict_readiness: bool = True,
         metrics: Metrics | None = None,
+        traces: Traces | None = None,
     ) -> Server:
         """A server of one checkpoint, without a repository; the model has version 1.
 
@@ -101,7 +139,9 @@ class Server:
         Raises:
             TritiumError: INVALID_ARGUMENT when ``max_batch_size`` is negative.
         """
-        server = cls(settings=settings, name=server_name, strict_readiness=strict_readiness, metrics=metrics)
+        server = cls(
+            settings=settings, name=server_name, strict_readiness=strict_readiness, metrics=metrics, traces=traces
+        )
         source = empty()
         source.backend, source.max_batch_size = backend, max_batch_size
         config = make_config(source, name, name)
@@ -120,14 +160,19 @@ class Server:
         else:
             await asyncio.to_thread(self._repository.check)
             names = list(dict.fromkeys(self._load_models))
-            if self._control == "none" or ALL_MODELS in names:
+            if self._control != "explicit" or ALL_MODELS in names:
                 names = await asyncio.to_thread(self._repository.names)
             await self._catalog.start(names)
         self._started = True
+        if self._control == "poll":
+            self._polling = asyncio.create_task(self._watcher.run(self._poll_s))
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, lets the running ones finish for at most ``timeout_s``, then unloads everything."""
         self._draining = True
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.gather(self._polling, return_exceptions=True)
         _log.info("draining", timeout_s=timeout_s)
         await self._catalog.close(timeout_s)
 
@@ -214,9 +259,14 @@ class Server:
                 place of the last delta.
         """
         self._refuse_when_draining()
-        async with aclosing(self._model(name, version).generate(request)) as deltas:
-            async for delta in deltas:
-                yield delta
+        trace = self.traces.begin(name, version, request.id)
+        try:
+            async with aclosing(self._model(name, version).generate(request, trace)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            if trace is not None:
+                trace.release()
 
     def text_model(self, name: str, version: str = "") -> TextModel:
         """What a front end must know of a language model to make requests for it.
@@ -276,31 +326,48 @@ class Server:
 
         Args:
             config: a configuration in JSON that takes the place of the model's file.
-            files: model files that take the place of the folder's; refused.
+            files: model files that take the place of the folder's, by their path below it; they want ``config``.
 
         Raises:
             TritiumError: UNAVAILABLE when loading is not allowed or the server drains, INTERNAL when the
                 repository has no such model or its configuration is wrong, INVALID_ARGUMENT when the backend
-                cannot load it, UNIMPLEMENTED for ``files``.
+                cannot load it.
         """
         self._refuse_when_fixed()
-        if files:
-            raise TritiumError(
-                Code.UNIMPLEMENTED, f"load of '{name}': parameter '{next(iter(files))}' is not supported yet"
-            )
-        await self._catalog.load(name, config)
+        await self._catalog.load(name, config, files)
+
+    async def rescan(self) -> Changes:
+        """Makes what is served follow the files of the repositories, in every mode; returns when that is done.
+
+        In mode ``explicit`` only models that are loaded are looked at, in the others all that there are.
+
+        Raises:
+            TritiumError: UNAVAILABLE while draining.
+        """
+        self._refuse_when_draining()
+        if self._single is not None:
+            return Changes()
+        changes = await self._watcher.rescan()
+        _log.info(
+            "repositories are looked through",
+            loaded=", ".join(changes.loaded),
+            unloaded=", ".join(changes.unloaded),
+            failed=", ".join(changes.failed),
+            moving=", ".join(changes.moving),
+        )
+        return changes
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
         """Takes a model out of service at once; running requests end normally. Unknown names are no error.
 
         Args:
-            unload_dependents: also the models that only this one needs; no model that can be loaded needs another.
+            unload_dependents: also the steps of an ensemble that only it needs and nobody has loaded by name.
 
         Raises:
             TritiumError: UNAVAILABLE when unloading is not allowed or the server drains.
         """
         self._refuse_when_fixed()
-        self._catalog.unload(name)
+        self._catalog.unload(name, unload_dependents)
 
     def _model(self, name: str, version: str) -> Model:
         return self._catalog.find(name, version)

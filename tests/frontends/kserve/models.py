@@ -15,6 +15,7 @@ from tritium.backends.base import Backend, Timing
 from tritium.errors import Code, TritiumError
 from tritium.frontends.grpc import GrpcFrontend
 from tritium.frontends.http import HttpListener, app
+from tritium.frontends.kserve.shared import Shared
 from tritium.observability.metrics import Metrics
 from tritium.serving.server import Server
 from tritium.types import InferRequest, InferResponse, Tensor
@@ -121,7 +122,8 @@ class Mirror(Backend):
 class Live:
     """The models behind both ports, on an event loop in a thread."""
 
-    def __init__(self, repository: Path, **limits: Any) -> None:
+    def __init__(self, repository: Path, shared: Shared | None = None, **limits: Any) -> None:
+        self.shared = shared or Shared()
         for name, config in CONFIGS.items():
             (repository / name / "1").mkdir(parents=True)
             (repository / name / "config.pbtxt").write_text(f'backend: "mirror" {config}')
@@ -140,9 +142,9 @@ class Live:
         self.server = Server([repository], control="explicit", load_models=names, name="live", metrics=self.metrics)
         await self.server.start()
         assert not self.server.failures()
-        self.http = HttpListener(app(self.server, self.metrics, max_body_bytes=4 << 20, **limits))
+        self.http = HttpListener(app(self.server, self.metrics, self.shared, max_body_bytes=4 << 20, **limits))
         self.http_port = await self.http.start("127.0.0.1", 0)
-        self.grpc = GrpcFrontend(self.server, max_message_bytes=4 << 20, write_timeout_s=1.5)
+        self.grpc = GrpcFrontend(self.server, self.shared, max_message_bytes=4 << 20, write_timeout_s=1.5)
         self.grpc_port = await self.grpc.start("127.0.0.1", 0)
 
     @property

@@ -73,7 +73,7 @@ def test_facts(stub: Any) -> None:
     assert code(stub.ModelStatistics, pb.ModelStatisticsRequest(name="nope"))[0] == "INVALID_ARGUMENT"
     for name in ("é" * 6000, "\U0001f600" * 6000):  # a message is a header, whose size is limited
         assert code(stub.ModelMetadata, pb.ModelMetadataRequest(name=name))[0] == "NOT_FOUND"
-    assert code(stub.TraceSetting, pb.TraceSettingRequest())[0] == "UNIMPLEMENTED"
+    assert code(stub.LogSettings, pb.LogSettingsRequest())[0] == "UNIMPLEMENTED"  # this process has its own
 
 
 def test_load_and_unload(stub: Any) -> None:

@@ -153,7 +153,7 @@ def test_the_same_input_twice() -> None:
 
 
 def test_shared_memory_is_not_there() -> None:
-    region = {"parameters": {"shared_memory_region": "r"}}
+    region = {"parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 1}}
     error = refused({"inputs": [{"name": "IN", "datatype": "INT8", "shape": [1], **region}]})
     assert (error.status.v2, error.message) == (404, "Unable to find shared memory region: 'r'")
     assert refused(one("INT8", [1], [1]) | {"outputs": [{"name": "A", **region}]}).status.v2 == 404

@@ -168,7 +168,8 @@ def test_classes_are_a_number(value: dict[str, Any], text: str) -> None:
 
 
 def test_shared_memory_is_not_there() -> None:
-    region = {"shared_memory_region": {"string_param": "r"}}
+    size = {"shared_memory_byte_size": {"int64_param": 1}}
+    region = {"shared_memory_region": {"string_param": "r"}, **size}
     for request in (message([tensor(parameters=region)]), message(outputs=[{"name": "OUT", "parameters": region}])):
         error = refused(request)
         assert (error.code, error.message) == (Code.NOT_FOUND, "Unable to find shared memory region: 'r'")

@@ -6,13 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tritium.backends.config import ModelConfig
 from tritium.errors import invalid
-from tritium.types import DType, InferRequest, Tensor
+from tritium.types import DType, InferRequest, OutputWindow, Tensor
 
 
 def asked_classes(request: InferRequest) -> dict[str, int]:
     """How many classes are asked for, by output; outputs that are to come as they are have no entry."""
     return {output.name: output.classes for output in request.outputs if output.classes}
+
+
+def asked_windows(request: InferRequest) -> dict[str, OutputWindow]:
+    """The shared memory that outputs shall go to, by output."""
+    return {output.name: output.window for output in request.outputs if output.window is not None}
+
+
+def top_classes(tensor: Tensor, count: int, config: ModelConfig) -> Tensor:
+    """``classify`` with the batch and the labels of a model."""
+    spec = config.output(tensor.name)
+    return classify(tensor, count, batched=config.max_batch_size > 0, labels=spec.labels if spec is not None else ())
 
 
 def classify(tensor: Tensor, count: int, *, batched: bool, labels: Sequence[str] = ()) -> Tensor:

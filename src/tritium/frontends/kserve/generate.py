@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from tritium.backends.config import ModelConfig, TensorSpec
-from tritium.errors import TritiumError, invalid
+from tritium.errors import Code, TritiumError, invalid
 from tritium.frontends.kserve.json_codec import (
     MAX_ID_LENGTH,
     MAX_PARAMETERS,
@@ -110,6 +110,11 @@ def write(response: InferResponse) -> bytes:
         values = elements(tensor)
         parts.append(orjson.dumps(tensor.name) + b":" + (values[1:-1] if tensor.size == 1 else values))
     return b"{" + b",".join(parts) + b"}"
+
+
+def status_of(error: TritiumError) -> int:
+    """The HTTP status of an error that a model answered with; one without a more telling code is 400 here."""
+    return 400 if error.code in (Code.INTERNAL, Code.UNKNOWN) else error.status.v2
 
 
 def write_error(error: TritiumError) -> bytes:

@@ -15,10 +15,13 @@ from google.protobuf.message import DecodeError, Message
 
 from tritium.backends.config import ModelConfig
 from tritium.errors import Code, TritiumError, invalid
+from tritium.frontends.access import Api, grpc_refusal
 from tritium.frontends.kserve import pb_codec
+from tritium.frontends.kserve.control_grpc import ControlGrpc
 from tritium.frontends.kserve.json_text import shown
+from tritium.frontends.kserve.shared import Shared, forwarded
 from tritium.frontends.kserve.statistics import as_json
-from tritium.frontends.kserve.stream import InferStream
+from tritium.frontends.kserve.stream import InferStream, accompany
 from tritium.observability import logs
 from tritium.proto import service_pb2 as pb
 
@@ -38,9 +41,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class KserveGrpc:
     """The methods of ``inference.GRPCInferenceService``.
 
-    Those of them that are not written answer UNIMPLEMENTED, as any unknown method does.
-
     Args:
+        shared: what both protocols share.
         max_in_flight: requests of one ModelStreamInfer call that run at the same time.
         max_in_flight_bytes: what the messages of those may have in all.
         write_timeout_s: how long a client may read none of its answers before the call is given up.
@@ -49,34 +51,92 @@ class KserveGrpc:
     def __init__(
         self,
         server: Server,
+        shared: Shared | None = None,
         *,
         max_in_flight: int = 256,
         max_in_flight_bytes: int = 64 << 20,
         write_timeout_s: float = 60.0,
     ) -> None:
         self._server = server
+        self._shared = shared or Shared()
+        self._control = ControlGrpc(server, self._shared)
         self._max_in_flight = max_in_flight
         self._max_in_flight_bytes = max_in_flight_bytes
         self._write_timeout_s = write_timeout_s
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a gRPC server registers."""
-        methods: dict[str, Any] = {
-            "ServerLive": _unary(pb.ServerLiveRequest, self._server_live),
-            "ServerReady": _unary(pb.ServerReadyRequest, self._server_ready),
-            "ModelReady": _unary(pb.ModelReadyRequest, self._model_ready),
-            "ServerMetadata": _unary(pb.ServerMetadataRequest, self._server_metadata),
-            "ModelMetadata": _unary(pb.ModelMetadataRequest, self._model_metadata),
-            "ModelConfig": _unary(pb.ModelConfigRequest, self._model_config),
-            "ModelStatistics": _unary(pb.ModelStatisticsRequest, self._statistics),
-            "RepositoryIndex": _unary(pb.RepositoryIndexRequest, self._index),
-            "RepositoryModelLoad": _unary(pb.RepositoryModelLoadRequest, self._load),
-            "RepositoryModelUnload": _unary(pb.RepositoryModelUnloadRequest, self._unload),
+        control = self._control
+        plain: dict[str, tuple[Any, Callable[[Any], Awaitable[Message]], Api]] = {
+            "ServerLive": (pb.ServerLiveRequest, self._server_live, "health"),
+            "ServerReady": (pb.ServerReadyRequest, self._server_ready, "health"),
+            "ModelReady": (pb.ModelReadyRequest, self._model_ready, "health"),
+            "ServerMetadata": (pb.ServerMetadataRequest, self._server_metadata, "metadata"),
+            "ModelMetadata": (pb.ModelMetadataRequest, self._model_metadata, "metadata"),
+            "ModelConfig": (pb.ModelConfigRequest, self._model_config, "model-config"),
+            "ModelStatistics": (pb.ModelStatisticsRequest, self._statistics, "statistics"),
+            "RepositoryIndex": (pb.RepositoryIndexRequest, self._index, "model-repository"),
+            "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, self._load, "model-repository"),
+            "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, self._unload, "model-repository"),
+            "SystemSharedMemoryStatus": (pb.SystemSharedMemoryStatusRequest, control.system_status, "shared-memory"),
+            "SystemSharedMemoryRegister": (
+                pb.SystemSharedMemoryRegisterRequest,
+                control.system_register,
+                "shared-memory",
+            ),
+            "SystemSharedMemoryUnregister": (
+                pb.SystemSharedMemoryUnregisterRequest,
+                control.system_unregister,
+                "shared-memory",
+            ),
+            "CudaSharedMemoryStatus": (pb.CudaSharedMemoryStatusRequest, control.cuda_status, "shared-memory"),
+            "CudaSharedMemoryRegister": (pb.CudaSharedMemoryRegisterRequest, control.cuda_register, "shared-memory"),
+            "CudaSharedMemoryUnregister": (
+                pb.CudaSharedMemoryUnregisterRequest,
+                control.cuda_unregister,
+                "shared-memory",
+            ),
+            "TraceSetting": (pb.TraceSettingRequest, control.trace, "trace"),
+            "LogSettings": (pb.LogSettingsRequest, control.log, "logging"),
+        }
+        methods: dict[str, Any] = {name: self._unary(*method) for name, method in plain.items()}
+        methods |= {
             # These two take and give encoded messages, so that tensors are not copied (see pb_codec).
             "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream_infer),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    def _unary(self, kind: Any, method: Callable[[Any], Awaitable[Message]], api: Api) -> Any:
+        """A handler of one message in and one out; errors of all kinds become a status."""
+
+        async def handle(message: bytes, context: Context) -> bytes:
+            try:
+                self._admit(api, context)
+                return (await method(kind.FromString(message))).SerializeToString()
+            except DecodeError as error:
+                await abort(context, TritiumError(Code.INTERNAL, f"the request is not a {kind.__name__}: {error}"))
+            except TritiumError as error:
+                await abort(context, error)
+            except Exception as error:
+                await abort(context, _unexpected(error))
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    def _admit(self, api: Api, context: Context) -> None:
+        """Refuses a call that lacks the metadata that its API wants."""
+        if self._shared.grpc_access:
+            given = dict(context.invocation_metadata() or ())
+            missing = self._shared.grpc_access.refusal(api, given.get)
+            if missing is not None:
+                raise grpc_refusal(missing)
+
+    def _forwarded(self, context: Context) -> dict[str, str]:
+        """The metadata that becomes parameters of a request."""
+        if self._shared.grpc_headers is None:
+            return {}
+        given = context.invocation_metadata() or ()
+        return forwarded(self._shared.grpc_headers, ((k, v) for k, v in given if isinstance(v, str)))
 
     async def _server_live(self, request: Any) -> Message:
         return pb.ServerLiveResponse(live=self._server.live())
@@ -150,14 +210,19 @@ class KserveGrpc:
     async def _infer(self, message: bytes, context: Context) -> bytes:
         arrived_ns = monotonic_ns()
         try:
+            self._admit("inference", context)
             parsed = pb_codec.parse(message)
             config = self._model(parsed.fields.model_name, parsed.fields.model_version)
-            asked = pb_codec.read(parsed, arrived_ns)
+            asked = pb_codec.read(parsed, arrived_ns, self._shared.regions)
             del message, parsed
-            response = await self._server.infer(asked.request)
-            if response.error is not None:
-                raise response.error
-            return pb_codec.write(response, asked.request, config)
+            asked.request.parameters |= self._forwarded(context)
+            with accompany(self._server, asked.request) as trace:
+                response = await self._server.infer(asked.request)
+                if response.error is not None:
+                    raise response.error
+                if trace is not None:
+                    trace.stamp("GRPC_SEND_START")
+                return pb_codec.write(response, asked.request, config)
         except TritiumError as error:
             await abort(context, error)
         except Exception as error:
@@ -175,12 +240,18 @@ class KserveGrpc:
 
     async def _stream_infer(self, messages: AsyncIterator[bytes], context: Context) -> None:
         metadata = context.invocation_metadata() or ()
+        try:
+            self._admit("inference", context)
+        except TritiumError as error:
+            await abort(context, error)
         strict = any(key == "triton_grpc_error" and value == "true" for key, value in metadata)
         stream = InferStream(
             self._server,
             strict=strict,
             max_in_flight=self._max_in_flight,
             max_in_flight_bytes=self._max_in_flight_bytes,
+            regions=self._shared.regions,
+            parameters=self._forwarded(context),
         )
         try:
             async with aclosing(stream.answers(messages)) as answers:
@@ -194,22 +265,6 @@ class KserveGrpc:
             await abort(context, TritiumError(Code.RESOURCE_EXHAUSTED, why))
         except Exception as error:
             await abort(context, _unexpected(error))
-
-
-def _unary(kind: Any, method: Callable[[Any], Awaitable[Message]]) -> Any:
-    """A handler of one message in and one out; errors of all kinds become a status."""
-
-    async def handle(message: bytes, context: Context) -> bytes:
-        try:
-            return (await method(kind.FromString(message))).SerializeToString()
-        except DecodeError as error:
-            await abort(context, TritiumError(Code.INTERNAL, f"the request is not a {kind.__name__}: {error}"))
-        except TritiumError as error:
-            await abort(context, error)
-        except Exception as error:
-            await abort(context, _unexpected(error))
-
-    return grpc.unary_unary_rpc_method_handler(handle)
 
 
 async def abort(context: Context, error: TritiumError) -> NoReturn:

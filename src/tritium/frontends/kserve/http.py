@@ -7,34 +7,26 @@ sent (no percent escapes, no trailing slash), and the ``infer`` route must cost 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import re
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Generator
+from contextlib import aclosing, contextmanager
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import orjson
 
 from tritium.backends.config import ModelConfig
-from tritium.errors import Code, TritiumError, invalid
-from tritium.frontends.asgi import (
-    JSON,
-    TEXT,
-    ClientLeft,
-    ClientWatch,
-    Receive,
-    Scope,
-    Send,
-    error_headers,
-    read_body,
-    reply,
-)
+from tritium.errors import Code, TritiumError
+from tritium.frontends.access import http_refusal
+from tritium.frontends.asgi import JSON, TEXT, ClientLeft, ClientWatch, Receive, Scope, Send, reply
 from tritium.frontends.kserve import codings, generate, json_codec
-from tritium.frontends.kserve.json_text import boolean, members, parse, shown, string
+from tritium.frontends.kserve.call import Call, Route, send_error
+from tritium.frontends.kserve.control import Control
+from tritium.frontends.kserve.shared import Shared, forwarded
 from tritium.frontends.kserve.statistics import as_json
 from tritium.observability import logs
+from tritium.observability.tracing import Trace
+from tritium.types import InferRequest
 
 if TYPE_CHECKING:
     from tritium.serving.server import Server
@@ -44,7 +36,6 @@ _log = logs.get(__name__)
 _MODEL_PATH = re.compile(
     r"/v2/models/([^/]+)(?:/versions/([0-9]+))?(?:/(infer|generate|generate_stream|ready|config|stats))?"
 ).fullmatch
-_REPOSITORY_PATH = re.compile(r"/v2/repository(?:/[^/]+)?/(?:(index)|models/([^/]+)/(load|unload))").fullmatch
 _EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _STREAM_HEADERS = [
     (b"content-type", _EVENT_STREAM),
@@ -53,81 +44,74 @@ _STREAM_HEADERS = [
 ]
 
 
-class Call(NamedTuple):
-    """One HTTP request on its way through a route."""
-
-    scope: Scope
-    receive: Receive
-    send: Send
-    name: str = ""
-    version: str = ""
-
-    def header(self, name: bytes) -> str | None:
-        """The first header of that name (lower case)."""
-        for key, value in self.scope["headers"]:
-            if key == name:
-                return value.decode("latin-1")
-        return None
-
-
-Route = Callable[[Call], Awaitable[None]]
-
-
 class KserveHttp:
     """The ASGI application of everything below ``/v2``.
 
     Args:
+        shared: what both protocols share.
         max_body_bytes: most bytes that a compressed body may become.
         write_timeout_s: how long a client of a stream may read nothing before its request is cancelled.
     """
 
-    def __init__(self, server: Server, *, max_body_bytes: int = 64 << 20, write_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        server: Server,
+        shared: Shared | None = None,
+        *,
+        max_body_bytes: int = 64 << 20,
+        write_timeout_s: float = 60.0,
+    ) -> None:
         self._server = server
+        self._shared = shared or Shared()
+        self._control = Control(server, self._shared, max_body_bytes)
         self._max_body_bytes = max_body_bytes
         self._write_timeout_s = write_timeout_s
-        self._fixed: dict[str, tuple[str, Route]] = {
-            "/v2": ("GET", self._metadata),
-            "/v2/health/live": ("GET", self._live),
-            "/v2/health/ready": ("GET", self._ready),
-            "/v2/models/stats": ("GET", self._stats),
+        self._fixed = {
+            "/v2": Route(("GET",), self._metadata, "metadata"),
+            "/v2/health/live": Route(("GET",), self._live, "health"),
+            "/v2/health/ready": Route(("GET",), self._ready, "health"),
+            "/v2/models/stats": Route(("GET",), self._stats, "statistics"),
         }
-        self._of_model: dict[str | None, tuple[str, Route]] = {
-            "infer": ("POST", self._infer),
-            "generate": ("POST", self._generate),
-            "generate_stream": ("POST", self._generate_stream),
-            "ready": ("GET", self._model_ready),
-            "config": ("GET", self._config),
-            "stats": ("GET", self._stats),
-            None: ("GET", self._model_metadata),
-        }
-        self._of_repository: dict[str, tuple[str, Route]] = {
-            "index": ("POST", self._index),
-            "load": ("POST", self._load),
-            "unload": ("POST", self._unload),
+        self._of_model = {
+            "infer": Route(("POST",), self._infer, "inference"),
+            "generate": Route(("POST",), self._generate, "inference"),
+            "generate_stream": Route(("POST",), self._generate_stream, "inference"),
+            "ready": Route(("GET",), self._model_ready, "health"),
+            "config": Route(("GET",), self._config, "model-config"),
+            "stats": Route(("GET",), self._stats, "statistics"),
+            None: Route(("GET",), self._model_metadata, "metadata"),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; raises ``asgi.ClientLeft`` when nobody waits for the answer any more."""
-        method, route, name, version = self._find(scope["raw_path"].decode("latin-1"))
-        if route is None:
+        found = self._find(scope["raw_path"].decode("latin-1"))
+        if found is None:
             return await reply(send, 404, b'{"error":"Not Found"}', TEXT)
-        if scope["method"] != method:
-            return await reply(send, 405, b'{"error":"Method Not Allowed"}', TEXT, [(b"allow", method.encode())])
+        route, name, version, verb = found
+        if scope["method"] not in route.methods:
+            allowed = ", ".join(route.methods).encode()
+            return await reply(send, 405, b'{"error":"Method Not Allowed"}', TEXT, [(b"allow", allowed)])
+        call = Call(scope, receive, send, name, version, verb)
         try:
-            await route(Call(scope, receive, send, name, version))
+            if self._shared.http_access:
+                missing = self._shared.http_access.refusal(route.api, lambda name: call.header(name.encode()))
+                if missing is not None:
+                    raise http_refusal(missing)
+            await route.answer(call)
         except TritiumError as error:
             await send_error(send, error, JSON)
 
-    def _find(self, path: str) -> tuple[str, Route | None, str, str]:
+    def _find(self, path: str) -> tuple[Route, str, str, str] | None:
+        """The route of a path, the name and the version in it, and the kind of memory."""
         if path in self._fixed:
-            return *self._fixed[path], "", ""
+            return self._fixed[path], "", "", ""
         if found := _MODEL_PATH(path):
             name, version, verb = found.groups()
-            return *self._of_model[verb], name, version or ""
-        if found := _REPOSITORY_PATH(path):
-            index, name, verb = found.groups()
-            return *self._of_repository[index or verb], name or "", ""
-        return "", None, "", ""
+            return self._of_model[verb], name, version or "", ""
+        if control := self._control.find(path):
+            route, name, kind = control
+            return route, name, "", kind
+        return None
 
     async def _live(self, call: Call) -> None:
         await reply(call.send, 200 if self._server.live() else 400, content_type=None)
@@ -143,14 +127,11 @@ class KserveHttp:
 
     async def _metadata(self, call: Call) -> None:
         metadata = self._server.server_metadata()
-        await _reply_json(
-            call, {"name": metadata.name, "version": metadata.version, "extensions": list(metadata.extensions)}
-        )
+        await call.answer({"name": metadata.name, "version": metadata.version, "extensions": list(metadata.extensions)})
 
     async def _model_metadata(self, call: Call) -> None:
         metadata = self._server.model_metadata(call.name, call.version)
-        await _reply_json(
-            call,
+        await call.answer(
             {
                 "name": metadata.name,
                 "versions": list(metadata.versions),
@@ -161,11 +142,11 @@ class KserveHttp:
         )
 
     async def _config(self, call: Call) -> None:
-        await _reply_json(call, self._server.model_config(call.name, call.version).to_json())
+        await call.answer(self._server.model_config(call.name, call.version).to_json())
 
     async def _stats(self, call: Call) -> None:
         found = self._server.statistics(call.name, call.version)
-        await _reply_json(call, {"model_stats": [as_json(stats) for stats in found]})
+        await call.answer({"model_stats": [as_json(stats) for stats in found]})
 
     async def _infer(self, call: Call) -> None:
         arrived_ns = monotonic_ns()
@@ -173,24 +154,44 @@ class KserveHttp:
             config = self._model(call)
         except TritiumError as error:
             return await send_error(call.send, error, TEXT)
-        body = await self._body(call)
+        body = await call.body(self._max_body_bytes)
         header_length = call.header(b"inference-header-content-length")
         if not body and header_length is None:
             header_length = "0"  # an empty body is the raw tensor without elements
-        asked = json_codec.read(body, header_length, config, call.name, call.version, arrived_ns)
+        asked = json_codec.read(body, header_length, config, call.name, call.version, arrived_ns, self._shared.regions)
         del body
-        response = None
-        with ClientWatch(call.receive) as watch:
-            response = await self._server.infer(asked.request)
-        if watch.gone or response is None:
+        with self._accompany(call, asked.request) as trace:
+            response = None
+            with ClientWatch(call.receive) as watch:
+                response = await self._server.infer(asked.request)
+            if watch.gone or response is None:
+                return
+            try:
+                if response.error is not None:
+                    raise response.error
+                parts, head_size = json_codec.write(asked, response, config)
+            except TritiumError as error:
+                return await send_error(call.send, error, TEXT)
+            if trace is not None:
+                trace.stamp("HTTP_SEND_START")
+            await _send_infer(call, parts, head_size)
+
+    @contextmanager
+    def _accompany(self, call: Call, request: InferRequest) -> Generator[Trace | None]:
+        """Gives a request the headers that are forwarded and, if it is one of those, its trace until it is answered."""
+        if self._shared.http_headers is not None:
+            request.parameters |= forwarded(self._shared.http_headers, call.spelled_headers())
+        trace = request.trace = self._server.traces.begin(request.model, request.version, request.id)
+        if trace is None:
+            yield None
             return
+        trace.stamp("HTTP_RECV_START", request.arrived_ns)
+        trace.stamp("HTTP_RECV_END")
         try:
-            if response.error is not None:
-                raise response.error
-            parts, head_size = json_codec.write(asked, response, config)
-        except TritiumError as error:
-            return await send_error(call.send, error, TEXT)
-        await _send_infer(call, parts, head_size)
+            yield trace
+        finally:
+            trace.stamp("HTTP_SEND_END")
+            trace.release()
 
     def _model(self, call: Call) -> ModelConfig:
         """The configuration of a model that may be asked for exactly one answer."""
@@ -202,14 +203,10 @@ class KserveHttp:
             )
         return config
 
-    async def _body(self, call: Call) -> bytes:
-        body = await read_body(call.receive)
-        return await codings.inflate(body, call.header(b"content-encoding"), self._max_body_bytes)
-
     async def _generate(self, call: Call) -> None:
         request = await self._read_generate(call)
         found = []
-        with ClientWatch(call.receive) as watch:
+        with self._accompany(call, request), ClientWatch(call.receive) as watch:
             async with aclosing(self._server.infer_stream(request)) as answers:
                 async for answer in answers:
                     if not answer.empty or answer.error is not None:
@@ -223,13 +220,13 @@ class KserveHttp:
         try:
             body = generate.write(found[0])
         except TritiumError as error:
-            return await send_error(call.send, error, TEXT)
+            return await reply(call.send, generate.status_of(error), generate.write_error(error), TEXT)
         await reply(call.send, 200, body)
 
     async def _generate_stream(self, call: Call) -> None:
         request = await self._read_generate(call)
         started = False
-        with ClientWatch(call.receive) as watch:
+        with self._accompany(call, request), ClientWatch(call.receive) as watch:
             try:
                 async with aclosing(self._server.infer_stream(request)) as answers:
                     async for answer in answers:
@@ -238,7 +235,7 @@ class KserveHttp:
                         try:
                             event, status = generate.write(answer), 200
                         except TritiumError as error:
-                            event, status = generate.write_error(error), error.status.v2
+                            event, status = generate.write_error(error), generate.status_of(error)
                         await self._send_event(call, event, None if started else status)
                         started = True
             except TritiumError as error:
@@ -251,10 +248,10 @@ class KserveHttp:
         if watch.gone:
             _log.debug("client left", model=call.name, id=request.id)
 
-    async def _read_generate(self, call: Call) -> Any:
+    async def _read_generate(self, call: Call) -> InferRequest:
         arrived_ns = monotonic_ns()
         config = self._server.model_config(call.name, call.version)
-        body = await self._body(call)
+        body = await call.body(self._max_body_bytes)
         return generate.read(body, config, call.name, call.version, arrived_ns)
 
     async def _send_event(self, call: Call, event: bytes, first_status: int | None) -> None:
@@ -268,60 +265,6 @@ class KserveHttp:
         except TimeoutError:
             raise ClientLeft(f"the client read nothing for {self._write_timeout_s:g} s") from None
 
-    async def _index(self, call: Call) -> None:
-        body = await self._body(call)
-        ready = False
-        if body:
-            ready = boolean(members(parse(body)).get("ready", False), "Unable to parse 'ready'")
-        found = self._server.index(ready)
-        await _reply_json(call, [_index_entry(entry) for entry in found])
-
-    async def _load(self, call: Call) -> None:
-        self._refuse_other_origin(call)
-        config: str | None = None
-        files: dict[str, bytes] = {}
-        for key, value in (await self._control_parameters(call)).items():
-            if key == "config":
-                config = string(value, "Unable to parse 'config'")
-            elif key.startswith("file:"):
-                files[key.removeprefix("file:")] = _file(key, string(value, f"Unable to parse '{shown(key)}'"))
-            else:
-                raise invalid(f"unrecognized request parameter '{shown(key)}'", param=key)
-        await self._server.load(call.name, config, files or None)
-        await reply(call.send, 200)
-
-    async def _unload(self, call: Call) -> None:
-        self._refuse_other_origin(call)
-        given = await self._control_parameters(call)
-        dependents = boolean(given.get("unload_dependents", False), "Unable to parse 'unload_dependents'")
-        await self._server.unload(call.name, dependents)
-        await reply(call.send, 200)
-
-    async def _control_parameters(self, call: Call) -> dict[str, Any]:
-        if call.name in (".", ".."):
-            raise TritiumError(Code.INTERNAL, f"failed to load '{call.name}', failed to poll from model repository")
-        body = await self._body(call)
-        if not body:
-            return {}
-        return members(members(parse(body)).get("parameters", {}), "Unable to parse 'parameters': ")
-
-    def _refuse_other_origin(self, call: Call) -> None:
-        """A page of another site in somebody's browser shall not load or unload models."""
-        origin = call.header(b"origin")
-        if origin is not None and origin.partition("://")[2] != (call.header(b"host") or ""):
-            raise TritiumError(
-                Code.PERMISSION_DENIED, f"requests from the origin '{shown(origin)}' are not allowed here"
-            )
-
-
-async def send_error(send: Send, error: TritiumError, content_type: bytes) -> None:
-    """Sends an error in the form of the v2 routes."""
-    await reply(send, error.status.v2, generate.write_error(error), content_type, error_headers(error))
-
-
-async def _reply_json(call: Call, value: Any) -> None:
-    await reply(call.send, 200, orjson.dumps(value))
-
 
 async def _send_infer(call: Call, parts: list[bytes | memoryview], head_size: int) -> None:
     headers: list[tuple[bytes, bytes]] = []
@@ -334,15 +277,3 @@ async def _send_infer(call: Call, parts: list[bytes | memoryview], head_size: in
         body = await codings.deflate(parts, coding)
         headers.append((b"content-encoding", coding.encode()))
     await reply(call.send, 200, body, b"application/octet-stream" if head_size else JSON, headers)
-
-
-def _index_entry(entry: Any) -> dict[str, str]:
-    found = {"name": entry.name, "version": entry.version, "state": entry.state, "reason": entry.reason}
-    return {key: value for key, value in found.items() if value}
-
-
-def _file(key: str, text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error:
-        raise invalid(f"'{shown(key)}' is not base64 data", param=key) from None

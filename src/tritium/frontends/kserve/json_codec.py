@@ -16,8 +16,8 @@ import numpy as np
 import orjson
 
 from tritium.backends.config import ModelConfig
-from tritium.errors import Code, TritiumError, invalid
-from tritium.frontends.kserve.classify import asked_classes, classify
+from tritium.errors import TritiumError, invalid
+from tritium.frontends.kserve.classify import asked_classes, asked_windows, top_classes
 from tritium.frontends.kserve.json_text import (
     array,
     boolean,
@@ -30,6 +30,7 @@ from tritium.frontends.kserve.json_text import (
     string,
     unsigned,
 )
+from tritium.frontends.kserve.shared_memory import Regions, Window
 from tritium.types import DType, InferRequest, InferResponse, Parameter, RequestedOutput, SequenceRef, Tensor
 
 MAX_PARAMETERS = 1024
@@ -54,11 +55,18 @@ class HttpInfer(NamedTuple):
 
 
 def read(
-    body: bytes, header_length: str | None, config: ModelConfig, model: str, version: str, arrived_ns: int
+    body: bytes,
+    header_length: str | None,
+    config: ModelConfig,
+    model: str,
+    version: str,
+    arrived_ns: int,
+    regions: Regions | None = None,
 ) -> HttpInfer:
     """The request in a body, inflated already.
 
     Args:
+        regions: the shared memory that it may name.
         header_length: the header ``Inference-Header-Content-Length``: how many bytes of the body are JSON, the
             rest being tensors; 0 says that all of it is the only input of the model; None that all is JSON.
 
@@ -75,8 +83,10 @@ def read(
     request_id = string(root.get("id", ""), "Unable to parse 'id'")
     if len(request_id) > MAX_ID_LENGTH:
         raise invalid(f"'id' has {len(request_id)} characters, expected at most {MAX_ID_LENGTH}", param="id")
-    inputs = _read_inputs(array(member(root, "inputs"), "Unable to parse 'inputs'"), view[size:], model, request_id)
-    request = InferRequest(model, version, request_id, inputs, _read_outputs(root), arrived_ns)
+    regions = regions or Regions()
+    entries = array(member(root, "inputs"), "Unable to parse 'inputs'")
+    inputs = _read_inputs(entries, view[size:], model, request_id, regions)
+    request = InferRequest(model, version, request_id, inputs, _read_outputs(root, regions), arrived_ns)
     return HttpInfer(request, _read_parameters(root.get("parameters", {}), request))
 
 
@@ -148,12 +158,9 @@ def element_count(shape: Iterable[int], tensor: str, model: str) -> int:
     return count
 
 
-def no_region(name: object) -> TritiumError:
-    """A request names a shared-memory region; none can be registered."""
-    return TritiumError(Code.NOT_FOUND, f"Unable to find shared memory region: '{shown(str(name))}'")
-
-
-def _read_inputs(entries: list[Any], rest: memoryview, model: str, request_id: str) -> dict[str, Tensor]:
+def _read_inputs(
+    entries: list[Any], rest: memoryview, model: str, request_id: str, regions: Regions
+) -> dict[str, Tensor]:
     inputs: dict[str, Tensor] = {}
     at = 0
     for entry in entries:
@@ -163,9 +170,13 @@ def _read_inputs(entries: list[Any], rest: memoryview, model: str, request_id: s
         shape = tuple([unsigned(size, "Unable to parse 'shape'") for size in sizes])
         if name in inputs:
             raise invalid(f"{request_tag(request_id)}input '{shown(name)}' already exists in request", param=name)
-        size = _binary_size(entry, name)
+        size = _binary_size(entry, name, regions)
         if size is None:
             inputs[name] = from_json(name, dtype, shape, entry["data"], model)
+            continue
+        if isinstance(size, Window):
+            element_count(shape, name, model)
+            inputs[name] = Tensor(name, dtype, shape, size.read())
             continue
         if at + size > rest.nbytes:
             raise invalid(
@@ -181,8 +192,8 @@ def _read_inputs(entries: list[Any], rest: memoryview, model: str, request_id: s
     return inputs
 
 
-def _binary_size(entry: dict[str, Any], name: str) -> int | None:
-    """How many of the bytes behind the JSON are this input's; None when its ``data`` is in the JSON."""
+def _binary_size(entry: dict[str, Any], name: str, regions: Regions) -> int | Window | None:
+    """How many of the bytes behind the JSON are this input's, or its shared memory; None for ``data`` in the JSON."""
     parameters = entry.get("parameters")
     given: list[str] = ["'data'"] if "data" in entry else []
     size = None
@@ -199,8 +210,16 @@ def _binary_size(entry: dict[str, Any], name: str) -> int | None:
             param=name,
         )
     if given[0] == "'shared_memory_region'" and isinstance(parameters, dict):
-        raise no_region(parameters["shared_memory_region"])
+        return _window(parameters, regions)
     return size
+
+
+def _window(parameters: dict[str, Any], regions: Regions) -> Window:
+    """The shared memory that the parameters of a tensor name."""
+    name = string(parameters["shared_memory_region"], "Unable to parse 'shared_memory_region'")
+    size = unsigned(member(parameters, "shared_memory_byte_size"), "Unable to parse 'shared_memory_byte_size'")
+    offset = unsigned(parameters.get("shared_memory_offset", 0), "Unable to parse 'shared_memory_offset'")
+    return regions.window(name, offset, size)
 
 
 def from_json(name: str, dtype: DType, shape: tuple[int, ...], data: Any, model: str) -> Tensor:
@@ -267,7 +286,7 @@ def _numbers(values: list[Any], kinds: set[type], dtype: DType) -> np.ndarray[An
         return np.array(values, dtype=np.float64).astype(dtype.numpy, copy=False)
 
 
-def _read_outputs(root: dict[str, Any]) -> list[RequestedOutput]:
+def _read_outputs(root: dict[str, Any], regions: Regions) -> list[RequestedOutput]:
     outputs: list[RequestedOutput] = []
     for entry in array(root.get("outputs", []), "Unable to parse 'outputs'"):
         name = string(member(entry, "name"), "Unable to parse 'name'")
@@ -275,11 +294,10 @@ def _read_outputs(root: dict[str, Any]) -> list[RequestedOutput]:
         if not isinstance(given, dict):
             outputs.append(RequestedOutput(name))
             continue
-        if "shared_memory_region" in given:
-            raise no_region(given["shared_memory_region"])
+        window = _window(given, regions) if "shared_memory_region" in given else None
         classes = unsigned(given.get("classification", 0), "Unable to set 'classification'")
         binary = boolean(given.get("binary_data", False), "Unable to parse 'binary_data'")
-        outputs.append(RequestedOutput(name, classes, binary))
+        outputs.append(RequestedOutput(name, classes, binary, window))
     return outputs
 
 
@@ -330,28 +348,33 @@ def parameter(key: str, value: Any) -> Parameter:
 
 
 def write(asked: HttpInfer, response: InferResponse, config: ModelConfig) -> tuple[list[bytes | memoryview], int]:
-    """The body of an answer in parts, JSON first.
+    """The body of an answer in parts, JSON first; outputs that go to shared memory are written there.
 
     Returns:
         The parts, and the size of the JSON in bytes when tensors follow it, else 0.
 
     Raises:
-        TritiumError: INVALID_ARGUMENT when an output cannot be written as it was asked for.
+        TritiumError: INVALID_ARGUMENT when an output cannot be written as it was asked for; INTERNAL when its
+            shared memory is too small.
     """
     classes = asked_classes(asked.request)
+    windows = asked_windows(asked.request)
     binary = {output.name: output.binary for output in asked.request.outputs}
     default = asked.binary and not binary
     tails: list[bytes | memoryview] = []
     texts: list[bytes] = []
     for tensor in response.outputs:
         if tensor.name in classes:
-            tensor = classify(tensor, classes[tensor.name], batched=config.max_batch_size > 0)
+            tensor = top_classes(tensor, classes[tensor.name], config)
         start = b'{"name":%b,"datatype":"%b","shape":%b,' % (
             orjson.dumps(tensor.name),
             tensor.dtype.value.encode(),
             orjson.dumps(tensor.shape),
         )
-        if binary.get(tensor.name, default):
+        if tensor.name in windows:
+            windows[tensor.name].write(tensor.name, tensor.data)
+            texts.append(start[:-1] + b"}")
+        elif binary.get(tensor.name, default):
             texts.append(b'%b"parameters":{"binary_data_size":%d}}' % (start, tensor.data.nbytes))
             if tensor.data.nbytes:
                 tails.append(tensor.data)

@@ -15,17 +15,17 @@ from google.protobuf.message import DecodeError
 
 from tritium.backends.config import ModelConfig
 from tritium.errors import Code, TritiumError, invalid
-from tritium.frontends.kserve.classify import asked_classes, classify
+from tritium.frontends.kserve.classify import asked_classes, asked_windows, top_classes
 from tritium.frontends.kserve.json_codec import (
     MAX_ID_LENGTH,
     MAX_PARAMETERS,
     dtype_of,
     element_count,
-    no_region,
     request_tag,
     reserved,
 )
 from tritium.frontends.kserve.json_text import shown
+from tritium.frontends.kserve.shared_memory import Regions, Window
 from tritium.proto import service_pb2 as pb
 from tritium.types import DType, InferRequest, InferResponse, Parameter, RequestedOutput, SequenceRef, Tensor
 
@@ -129,8 +129,11 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             raise IndexError
 
 
-def read(message: Message, arrived_ns: int) -> GrpcInfer:
+def read(message: Message, arrived_ns: int, regions: Regions | None = None) -> GrpcInfer:
     """The request in a message.
+
+    Args:
+        regions: the shared memory that it may name.
 
     Raises:
         TritiumError: INVALID_ARGUMENT naming what is wrong.
@@ -140,12 +143,13 @@ def read(message: Message, arrived_ns: int) -> GrpcInfer:
         raise invalid(f"id has {len(fields.id)} characters, expected at most {MAX_ID_LENGTH}", param="id")
     request = InferRequest(fields.model_name, fields.model_version, fields.id, {}, [], arrived_ns)
     empty_final = _read_parameters(fields.parameters, request)
-    _read_inputs(message, request)
-    request.outputs = [_read_output(output) for output in fields.outputs]
+    regions = regions or Regions()
+    _read_inputs(message, request, regions)
+    request.outputs = [_read_output(output, regions) for output in fields.outputs]
     return GrpcInfer(request, empty_final)
 
 
-def _read_inputs(message: Message, request: InferRequest) -> None:
+def _read_inputs(message: Message, request: InferRequest, regions: Regions) -> None:
     inputs = message.fields.inputs
     if len(message.raw) > len(inputs):
         raise invalid(
@@ -153,6 +157,7 @@ def _read_inputs(message: Message, request: InferRequest) -> None:
             "most one for each",
             param="raw_input_contents",
         )
+    in_memory = 0
     for index, entry in enumerate(inputs):
         name, model = entry.name, request.model
         dtype = dtype_of(entry.datatype, name)
@@ -170,8 +175,9 @@ def _read_inputs(message: Message, request: InferRequest) -> None:
         if name in request.inputs:
             raise invalid(f"{request_tag(request.id)}input '{shown(name)}' already exists in request", param=name)
         if "shared_memory_region" in entry.parameters:
-            raise no_region(entry.parameters["shared_memory_region"].string_param)
-        if entry.HasField("contents"):
+            data = _window(entry.parameters, regions).read()
+            in_memory += 1  # raw contents are only there for the others
+        elif entry.HasField("contents"):
             if message.raw:
                 raise invalid(
                     f"contents field must not be specified when using raw_input_contents for '{shown(name)}' for "
@@ -179,8 +185,8 @@ def _read_inputs(message: Message, request: InferRequest) -> None:
                     param=name,
                 )
             data = _typed(entry.contents, name, dtype, model)
-        elif index < len(message.raw):
-            data = message.raw[index]
+        elif index - in_memory < len(message.raw):
+            data = message.raw[index - in_memory]
         else:
             raise invalid(
                 f"unable to find data for input tensor '{shown(name)}' for model '{model}' in request.", param=name
@@ -206,9 +212,22 @@ def _typed(contents: Any, name: str, dtype: DType, model: str) -> memoryview:
     return data
 
 
-def _read_output(entry: Any) -> RequestedOutput:
-    if "shared_memory_region" in entry.parameters:
-        raise no_region(entry.parameters["shared_memory_region"].string_param)
+def _window(parameters: Any, regions: Regions) -> Window:
+    """The shared memory that the parameters of a tensor name."""
+    values: dict[str, Any] = {"shared_memory_offset": 0}
+    for key, kind in (("shared_memory_region", str), ("shared_memory_byte_size", int), ("shared_memory_offset", int)):
+        if key in parameters:
+            values[key] = _value(parameters[key])
+        if type(values.get(key)) is not kind:
+            expected = "string_param" if kind is str else "int64_param"
+            raise invalid(f"invalid value type for '{key}' parameter, expected {expected}.", param=key)
+    return regions.window(
+        values["shared_memory_region"], values["shared_memory_offset"], values["shared_memory_byte_size"]
+    )
+
+
+def _read_output(entry: Any, regions: Regions) -> RequestedOutput:
+    window = _window(entry.parameters, regions) if "shared_memory_region" in entry.parameters else None
     classes = 0
     if "classification" in entry.parameters:
         classes = _value(entry.parameters["classification"])
@@ -216,7 +235,7 @@ def _read_output(entry: Any) -> RequestedOutput:
             raise invalid("invalid value type for 'classification' parameter, expected int64_param")
         if classes < 0:
             raise invalid("invalid value for 'classification', expected value >= 0.")
-    return RequestedOutput(entry.name, classes, True)
+    return RequestedOutput(entry.name, classes, True, window)
 
 
 def _value(parameter: Any) -> Parameter | None:
@@ -280,7 +299,7 @@ def _read_parameters(parameters: Any, request: InferRequest) -> bool:
 
 
 def write(response: InferResponse, request: InferRequest, config: ModelConfig | None) -> bytes:
-    """An answer as an encoded ModelInferResponse.
+    """An answer as an encoded ModelInferResponse; outputs that go to shared memory are written there.
 
     Args:
         config: of the model; needed only where the request asks for classes.
@@ -289,14 +308,19 @@ def write(response: InferResponse, request: InferRequest, config: ModelConfig | 
         TritiumError: INVALID_ARGUMENT when an output cannot be written as it was asked for.
     """
     classes = asked_classes(request) if config is not None else {}
+    windows = asked_windows(request)
     message = pb.ModelInferResponse(model_name=response.model, model_version=response.version, id=response.id)
     for key, value in response.parameters.items():
         _set(message.parameters[key], value)
     parts: list[bytes | memoryview] = [b""]
     for tensor in response.outputs:
         if tensor.name in classes and config is not None:
-            tensor = classify(tensor, classes[tensor.name], batched=config.max_batch_size > 0)
+            tensor = top_classes(tensor, classes[tensor.name], config)
         message.outputs.add(name=tensor.name, datatype=tensor.dtype.value, shape=tensor.shape)
+        if tensor.name in windows:
+            windows[tensor.name].write(tensor.name, tensor.data)
+            parts.append(_start(_RAW_OUTPUT, 0))  # clients count on one for each output
+            continue
         parts += (_start(_RAW_OUTPUT, tensor.data.nbytes), tensor.data)
     parts[0] = message.SerializeToString()
     return b"".join(parts)

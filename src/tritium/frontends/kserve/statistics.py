@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tritium.serving.stats import Duration, ModelStats
+from tritium.serving.stats import BatchStats, Duration, ModelStats
 
 
 def as_json(stats: ModelStats) -> dict[str, Any]:
     """One entry of ``model_stats``, as HTTP shows it (gRPC has the same fields)."""
-    # What the response cache counts; Triton shows the fields of models without one too.
-    none = _duration(Duration())
     return {
         "name": stats.model,
         "version": stats.version,
@@ -24,12 +22,22 @@ def as_json(stats: ModelStats) -> dict[str, Any]:
             "compute_input": _duration(stats.compute_input),
             "compute_infer": _duration(stats.compute_infer),
             "compute_output": _duration(stats.compute_output),
-            "cache_hit": none,
-            "cache_miss": none,
+            "cache_hit": _duration(stats.cache_hit),
+            "cache_miss": _duration(stats.cache_miss),
         },
+        # Triton fills this for backends that report each answer of a decoupled request; its Python backend does not.
         "response_stats": {},
-        "batch_stats": [],
+        "batch_stats": [_batch(rows, stats.batches[rows]) for rows in sorted(stats.batches)],
         "memory_usage": [],
+    }
+
+
+def _batch(rows: int, batch: BatchStats) -> dict[str, Any]:
+    return {
+        "batch_size": rows,
+        "compute_input": _duration(batch.compute_input),
+        "compute_infer": _duration(batch.compute_infer),
+        "compute_output": _duration(batch.compute_output),
     }
 
 

@@ -8,16 +8,18 @@ stops being read itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
+from contextlib import aclosing, contextmanager
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from tritium.backends.config import ModelConfig
 from tritium.errors import Code, TritiumError
 from tritium.frontends.kserve import pb_codec
+from tritium.frontends.kserve.shared_memory import Regions
 from tritium.observability import logs
-from tritium.types import InferRequest, InferResponse
+from tritium.observability.tracing import Trace
+from tritium.types import InferRequest, InferResponse, Parameter
 
 if TYPE_CHECKING:
     from tritium.serving.server import Server
@@ -26,6 +28,22 @@ _log = logs.get(__name__)
 
 # Answers that wait for the client to read them; when there are more, their models wait too.
 _MAX_UNREAD = 32
+
+
+@contextmanager
+def accompany(server: Server, request: InferRequest) -> Generator[Trace | None]:
+    """Gives a request its trace, if it is one of those, until it is answered."""
+    trace = request.trace = server.traces.begin(request.model, request.version, request.id)
+    if trace is None:
+        yield None
+        return
+    trace.stamp("GRPC_WAITREAD_START", request.arrived_ns)
+    trace.stamp("GRPC_WAITREAD_END")
+    try:
+        yield trace
+    finally:
+        trace.stamp("GRPC_SEND_END")
+        trace.release()
 
 
 class _Turn:
@@ -65,10 +83,23 @@ class InferStream:
         strict: a model's error ends the call instead of being one of its answers (``triton_grpc_error``).
         max_in_flight: requests that run at the same time.
         max_in_flight_bytes: what their messages may have in all; one that is larger runs alone.
+        regions: the shared memory that requests may name.
+        parameters: what is added to those of every request.
     """
 
-    def __init__(self, server: Server, *, strict: bool, max_in_flight: int, max_in_flight_bytes: int) -> None:
+    def __init__(
+        self,
+        server: Server,
+        *,
+        strict: bool,
+        max_in_flight: int,
+        max_in_flight_bytes: int,
+        regions: Regions,
+        parameters: Mapping[str, Parameter],
+    ) -> None:
         self._server = server
+        self._regions = regions
+        self._parameters = parameters
         self._strict = strict
         self._slots = asyncio.Semaphore(max_in_flight)
         self._max_bytes = max_in_flight_bytes
@@ -138,9 +169,14 @@ class InferStream:
 
     async def _answer(self, parsed: pb_codec.Message, turn: _Turn) -> None:
         config = self._server.model_config(parsed.fields.model_name, parsed.fields.model_version)
-        asked = pb_codec.read(parsed, monotonic_ns())
+        asked = pb_codec.read(parsed, monotonic_ns(), self._regions)
+        asked.request.parameters |= self._parameters
         if config.decoupled:
             turn.leave()
+        with accompany(self._server, asked.request):
+            await self._answer_each(asked, config, turn)
+
+    async def _answer_each(self, asked: pb_codec.GrpcInfer, config: ModelConfig, turn: _Turn) -> None:
         async with aclosing(self._server.infer_stream(asked.request)) as answers:
             async for answer in answers:
                 if not answer.final:

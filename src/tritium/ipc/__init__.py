@@ -107,12 +107,15 @@ def _read_exception(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-async def start_child(module: str, arguments: list[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
+async def start_child(
+    module: str, arguments: list[str], env: Mapping[str, str], pass_fds: tuple[int, ...] = ()
+) -> asyncio.subprocess.Process:
     """Starts ``python -m module``; its output goes where ours goes.
 
     Args:
         module: entry point, as a string, so that no import crosses the edge.
         env: variables to set on top of ours.
+        pass_fds: descriptors that the child keeps, under the same numbers.
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -121,6 +124,7 @@ async def start_child(module: str, arguments: list[str], env: Mapping[str, str])
         *arguments,
         env={**os.environ, **env},
         stdin=asyncio.subprocess.DEVNULL,
+        pass_fds=pass_fds,
         # A session of its own: Ctrl-C in the terminal is for us, who then end the child in good order.
         start_new_session=True,
     )

@@ -17,138 +17,35 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
 
 from tritium.errors import invalid
+from tritium.settings.server import COMMAS_WITHIN, SECRETS, ServerSettings
+from tritium.settings.spellings import (
+    ALIASES,
+    DEPRECATED,
+    NOTICE_WORDS,
+    NOTICES,
+    NOTICES_WITH_VALUE,
+    VALUE_ALIASES,
+)
+
+__all__ = [
+    "ALIASES",
+    "DEPRECATED",
+    "NOTICES",
+    "NOTICES_WITH_VALUE",
+    "NOTICE_WORDS",
+    "VALUE_ALIASES",
+    "ServerSettings",
+]
+
 
 ENV_PREFIX = "TRITIUM_"
 CONFIG_LIMIT_BYTES = 1 << 20
-
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """Settings of the server around the engines. Field names are the flags of the command line.
-
-    Attributes:
-        model: checkpoint folder, GGUF file or installed model name to serve, instead of a repository.
-        model_repository: folders of models in Triton's layout (``<model>/config.pbtxt``, ``<model>/<version>/``);
-            may be repeated.
-        served_model_name: name under which MODEL is served; None for the name of its file or folder.
-        host: address to listen on.
-        http_port: HTTP: KServe v2 and OpenAI routes; 0 takes a free one.
-        grpc_port: gRPC: KServe v2; 0 takes a free one.
-        metrics_port: Prometheus metrics (``/metrics``; they are on the HTTP port too); 0 takes a free one.
-        grpc_host: address of gRPC; None for HOST.
-        metrics_host: address of the metrics; None for HOST.
-        allow_http: open the HTTP port.
-        allow_grpc: open the gRPC port.
-        allow_metrics: open the metrics port.
-        model_control_mode: none loads the whole repository at start; explicit loads what LOAD_MODEL names and
-            then what clients ask for.
-        load_model: model to load at start in mode explicit; may be repeated, ``*`` is all.
-        model_load_limit: models that load at the same time.
-        strict_readiness: ready means that every model that should be loaded is; otherwise that requests are taken.
-        exit_on_error: end the server when a model cannot be loaded at start.
-        exit_timeout_secs: how long SIGTERM waits for requests in flight, in seconds.
-        http_max_body_bytes: largest accepted HTTP request body, in bytes.
-        grpc_max_message_bytes: largest accepted gRPC message, in bytes.
-        server_name: what the server calls itself in its metadata.
-        log_level: least severe line that is logged.
-        log_format: text for people, json for machines.
-    """
-
-    model: str | None = None
-    model_repository: tuple[str, ...] = ()
-    served_model_name: str | None = None
-    host: str = "127.0.0.1"
-    http_port: Port = 8000
-    grpc_port: Port = 8001
-    metrics_port: Port = 8002
-    grpc_host: str | None = None
-    metrics_host: str | None = None
-    allow_http: bool = True
-    allow_grpc: bool = True
-    allow_metrics: bool = True
-    model_control_mode: Literal["none", "explicit"] = "none"
-    load_model: tuple[str, ...] = ()
-    model_load_limit: Positive = 4
-    strict_readiness: bool = True
-    exit_on_error: bool = True
-    exit_timeout_secs: Seconds = 30.0
-    http_max_body_bytes: Positive = 64 << 20
-    grpc_max_message_bytes: Positive = 64 << 20
-    server_name: str = "tritium"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["text", "json"] = "text"
-
-
-# Other projects' spellings of settings that exist here (hyphens stand for underscores too).
-ALIASES: dict[str, str] = {
-    # vLLM
-    "port": "http_port",
-    "max-model-len": "max_length",
-    "max-num-seqs": "max_rows",
-    "max-num-batched-tokens": "max_tokens_per_step",
-    "gpu-memory-utilization": "memory_fraction",
-    "kv-cache-memory-bytes": "kv_cache_bytes",
-    "num-gpu-blocks-override": "num_blocks",
-    "enable-prefix-caching": "prefix_cache",
-    "shutdown-timeout": "exit_timeout_secs",
-    # Triton
-    "model-store": "model_repository",
-    "http-address": "host",
-    "grpc-address": "grpc_host",
-    "metrics-address": "metrics_host",
-    "http-max-input-size": "http_max_body_bytes",
-    "model-load-thread-count": "model_load_limit",
-    "id": "server_name",
-    # TensorRT-LLM
-    "max-batch-size": "max_rows",
-    "max-num-tokens": "max_tokens_per_step",
-    "max-seq-len": "max_length",
-}
-
-# Other projects' spellings of values.
-VALUE_ALIASES: dict[str, dict[str, str]] = {
-    "dtype": {
-        "half": "float16",
-        "fp16": "float16",
-        "bf16": "bfloat16",
-        "float": "float32",
-        "fp32": "float32",
-    },
-}
-
-_ALWAYS = "continuous (in-flight) batching is always on"
-_KERNELS = "kernels are chosen for the machine at start"
-
-# Flags that are taken, with this reason in a notice, because what they ask for is how Tritium always works.
-NOTICES: dict[str, str] = {
-    "enable-inflight-batching": _ALWAYS,
-    "use-inflight-batching": _ALWAYS,
-    "inflight-batching": _ALWAYS,
-    "enable-chunked-prefill": "prompts are always computed in chunks between decode steps",
-    "use-gemm-plugin": _KERNELS,
-    "gemm-plugin": _KERNELS,
-    "use-gpt-attention-plugin": _KERNELS,
-    "gpt-attention-plugin": _KERNELS,
-    "remove-input-padding": "batches are never padded",
-    "paged-kv-cache": "the KV cache is always paged",
-    "use-paged-kv-cache": "the KV cache is always paged",
-    "trust-remote-code": "no code of a checkpoint is ever run",
-    "disable-log-requests": "prompts and answers are never logged",
-}
-# What may follow such a flag as its value.
-NOTICE_WORDS = frozenset(
-    ("auto", "true", "false", "enable", "disable", "none", "float16", "float32", "bfloat16", "int8", "fp8")
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +94,12 @@ class Setting:
             TritiumError: the value is of the wrong type or out of range; names setting, value and source.
         """
         if isinstance(value, str):
+            separator = ";" if self.name in COMMAS_WITHIN else ","
             value = VALUE_ALIASES.get(self.name, {}).get(value.lower(), value)
             if value.lower() == "none" and type(None) in get_args(self.type):
                 return None
             if self.is_tuple:
-                value = [part.strip() for part in value.split(",") if part.strip()]
+                value = [part.strip() for part in value.split(separator) if part.strip()]
         try:
             found = msgspec.convert(value, self.type, strict=not isinstance(value, str | list))
             if isinstance(found, float) and not math.isfinite(found):
@@ -218,6 +116,13 @@ class Effective:
 
     value: Any
     source: str
+
+
+def shown(name: str, value: Any) -> Any:
+    """A value as it may be printed: without its secret."""
+    if name not in SECRETS:
+        return value
+    return tuple(f"{text.rpartition('=')[0]}=***" for text in cast("tuple[str, ...]", value))
 
 
 def settings_of(cls: type, *, leave_out: Collection[str] = (), help: Mapping[str, str] | None = None) -> list[Setting]:

@@ -1,0 +1,169 @@
+"""DynamicBatcher: requests of a stateless model, put together when an instance is free for them.
+
+It binds late: nothing is decided about a request while it waits, so a request that comes late can still join the
+next batch, and an instance that dies takes nothing with it but what runs inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from tritium.backends.base import Timing
+from tritium.backends.config import DynamicBatching, ModelConfig
+from tritium.errors import Code, TritiumError
+from tritium.serving.batch import shape_rule
+from tritium.serving.lane import Executor, Lane
+from tritium.serving.queue import Answer, BatchRule, Job, Order, Phase, Queue, timed_out
+from tritium.serving.stats import ModelStats
+from tritium.types import InferRequest, InferResponse
+
+
+class DynamicBatcher:
+    """The scheduler of every model without sequences; without ``dynamic_batching`` each request is a batch.
+
+    Args:
+        executors: the instances.
+        joined: whether the backend takes whole batches as tensors.
+
+    Attributes:
+        lanes: one for each instance, in order; their ``allowance`` may be set before ``start``.
+    """
+
+    def __init__(
+        self, config: ModelConfig, executors: Sequence[Executor], stats: ModelStats, *, joined: bool = False
+    ) -> None:
+        batching = config.batching if isinstance(config.batching, DynamicBatching) else None
+        self._batching = batching
+        self._queue = Queue()
+        self._rule = BatchRule(0)
+        self._shape = shape_rule(config)
+        if batching is not None:
+            self._queue = Queue(batching.levels, batching.policy, dict(batching.level_policies))
+            self._rule = BatchRule(config.max_batch_size, frozenset(batching.preferred), batching.delay_us * 1000)
+        self._order = Order() if batching is not None and batching.preserve_order else None
+        self._name = config.name
+        self._stats = stats
+        self._timer: asyncio.TimerHandle | None = None
+        self._kicking = self._again = self._stopped = False
+        self.lanes = [Lane(executor, config, stats, self, joined=joined) for executor in executors]
+
+    @property
+    def pending(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    async def start(self) -> None:
+        """Begins to run batches."""
+        for lane in self.lanes:
+            lane.open()
+
+    async def stop(self) -> None:
+        """Ends every request with an UNAVAILABLE error; takes no more."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for job in list(self._queue):
+            self._drop(job, TritiumError(Code.UNAVAILABLE, f"model '{self._name}' was unloaded"))
+        await asyncio.gather(*(lane.close() for lane in self.lanes))
+
+    def stream(self, request: InferRequest, timing: Timing, rows: int = 1) -> AsyncIterator[InferResponse]:
+        """Answers one request; closing the iterator cancels it.
+
+        Args:
+            rows: inferences in it.
+
+        Raises:
+            TritiumError: UNAVAILABLE when the queue is full or the wait is over; whatever the model says.
+        """
+        if self._stopped:
+            raise TritiumError(Code.UNAVAILABLE, f"model '{self._name}' is being unloaded")
+        level = 0 if self._batching is None else self._batching.level_of(request.priority)
+        job = Job(request, timing, rows, self._shape(request), level)
+        self._queue.push(job, time.monotonic_ns())
+        self._stats.pending(1)
+        if self._order is not None:
+            self._order.add(job)
+        self.kick()
+        return job.answers(self._leave)
+
+    # -- for the lanes --------------------------------------------------------------------------------------
+
+    def kick(self) -> None:
+        """Starts every batch that is due, and sets the timer for the next one that will be."""
+        if self._kicking:
+            self._again = True
+            return
+        self._kicking = True
+        try:
+            self._again = True
+            while self._again and not self._stopped:
+                self._again = False
+                self._serve()
+        finally:
+            self._kicking = False
+
+    def deliver(self, job: Job, answer: Answer) -> None:
+        """Gives an answer to its request, in its turn where order is promised."""
+        if self._order is None:
+            job.give(answer)
+        else:
+            self._order.give(job, answer)
+
+    def done(self, lane: Lane, job: Job) -> None:
+        """A job has ended; one that is to run again goes to the front."""
+        if job.phase is Phase.WAITING:
+            self.crashed(lane, [job])
+
+    def crashed(self, lane: Lane, jobs: Sequence[Job]) -> None:
+        """Jobs run again, before those that came later."""
+        for job in reversed(jobs):
+            self._queue.put_back(job)
+        self.kick()
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        now_ns = time.monotonic_ns()
+        for job in self._queue.expire(now_ns):
+            self._drop(job, timed_out())
+        due_ns = 0
+        for lane in self.lanes:
+            while lane.free and len(self._queue):
+                chosen, due_ns = self._rule.choose(self._queue, now_ns)
+                if not chosen:
+                    break
+                # The lane ends jobs itself when their batch cannot be made.
+                for job in chosen:
+                    self._queue.remove(job)
+                if not lane.start(chosen, [job.request for job in chosen]):
+                    for job in reversed(chosen):
+                        self._queue.put_back(job)
+                    break
+        self._set_timer(due_ns, now_ns)
+
+    def _set_timer(self, due_ns: int, now_ns: int) -> None:
+        expiry = self._queue.next_expiry()
+        wakes = [at for at in (due_ns, expiry) if at]
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if wakes and not self._stopped:
+            delay_s = max(0, min(wakes) - now_ns) / 1e9
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.kick)
+
+    def _leave(self, job: Job) -> None:
+        """Nobody waits for a job any more: forget it, or let its execution run out."""
+        if job.phase is Phase.WAITING:
+            self._drop(job, TritiumError(Code.CANCELLED, "request was cancelled"))
+            self.kick()
+
+    def _drop(self, job: Job, error: TritiumError) -> None:
+        """Ends a job that waits. Its error does not wait for earlier answers: nothing came of it to be ordered."""
+        self._queue.remove(job)
+        self._stats.pending(-1)
+        if self._order is None:
+            job.give(error)
+        else:
+            self._order.drop(job, error)
