@@ -38,6 +38,7 @@ from tritium.bench.load import Target, request
 WORKERS = 12
 # Growth after the warm-up that counts as a leak: allocators keep a little, a leak grows with the requests.
 ALLOWED_GROWTH_BYTES = 64 << 20
+KV_CACHE_BYTES = 64 << 20
 START_LIMIT_S = 180.0
 NAME = "soak"
 
@@ -245,7 +246,8 @@ def main() -> int:
     command = [sys.executable, "-m", "tritium", "serve", arguments.model, "--served-model-name", NAME]
     command += ["--http-port", str(http), "--grpc-port", str(grpc_port), "--metrics-port", str(metrics)]
     # The canary is compared whatever runs beside it: that is what --deterministic promises.
-    command += ["--deterministic", *flags]
+    # The system hands out the cache's memory page by page as blocks are first used: a small one is all there soon.
+    command += ["--deterministic", "--kv-cache-bytes", str(KV_CACHE_BYTES), *flags]
     run = Run(Target("127.0.0.1", http, "", False), grpc_port, 0.0, random.Random(arguments.seed))
     with tempfile.NamedTemporaryFile(prefix="tritium-soak-", suffix=".log", delete=False) as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ})
