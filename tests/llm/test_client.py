@@ -13,7 +13,7 @@ import pytest
 from tests.tiny import make_checkpoint
 from tritium.errors import Code, TritiumError
 from tritium.llm.checkpoint import read_metadata
-from tritium.llm.client import EngineClient
+from tritium.llm.client import SPIN_COUNT, EngineClient, thread_settings
 from tritium.llm.config import EngineConfig
 from tritium.llm.tokenizer import load_tokenizer
 from tritium.llm.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
@@ -179,3 +179,9 @@ async def test_draining_finishes_what_runs_and_refuses_what_comes(checkpoint: Pa
     assert sum(len(d.tokens) for d in await running) == 200
     await stopping
     assert client.pid is None
+
+
+def test_threads_wait_shortly_unless_told_otherwise() -> None:
+    assert thread_settings({}) == {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
+    assert thread_settings({"GOMP_SPINCOUNT": "7"}) == {}
+    assert thread_settings({"OMP_WAIT_POLICY": "active"}) == {}

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tritium.llm.formats import check_values
-from tritium.llm.formats.dense import TILE, DenseFormat
+from tritium.llm.formats.dense import TILE, DenseFormat, DenseHead
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -86,3 +86,19 @@ def test_check_values(values: list[float], dtype: torch.dtype, words: str | None
     problem = check_values("w", torch.tensor(values), dtype)
     assert problem is None if words is None else (problem is not None and words in problem and "'w'" in problem)
     assert "int64" in str(check_values("w", torch.tensor([1]), dtype))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_head_scores_in_float32(dtype: torch.dtype, deterministic: bool) -> None:
+    head = DenseHead(dtype, CPU, deterministic=deterministic)
+    weight = torch.randn(300, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    params = head.make_parameters(300, 64, bias=False)
+    head.load(params, "weight", weight, 0)
+    stored = params["weight"]
+    head.finish(params)
+    assert params["weight"] is stored or dtype == torch.float32  # 16 bits stay as they are, to be shared
+    x = torch.randn(5, 64).to(dtype)
+    got = head.matmul(x, params)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)

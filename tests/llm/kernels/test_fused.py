@@ -54,6 +54,18 @@ def test_add_rms_norm(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> 
 
 
 @dtypes
+def test_a_float32_residual(name: str, dtype: torch.dtype) -> None:
+    """The residual stream is wider than what is added to it and what comes out."""
+    x, weight = random(9, 100, dtype=dtype), random(100, dtype=dtype, seed=1)
+    residual = random(9, 100, dtype=torch.float32, seed=2)
+    close(KERNELS[name].rms_norm(residual, weight, 1e-5), reference.rms_norm(residual, weight, 1e-5))
+    expected, expected_sum = reference.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    got, got_sum = KERNELS[name].add_rms_norm(x, residual, weight, 1e-5)
+    assert got.dtype == dtype and got_sum is residual and torch.equal(got_sum, expected_sum)
+    close(got, expected)
+
+
+@dtypes
 @pytest.mark.parametrize("shape", [(1, 6), (17, 3072), (0, 8), (300, 200)])
 def test_gated(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x = random(*shape, dtype=dtype) * 6

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritium.llm.formats import Parameters, WeightFormat
+from tritium.llm.kernels import ops
 
 # Rows of the one product shape of deterministic mode. A decode step of few rows pays for a whole tile, a prompt
 # pays for the many small products; at 32 both stay within about 2x of the free choice.
@@ -107,6 +108,27 @@ class DenseFormat(WeightFormat):
             x[place] = row
             results.append(self._product(x, params)[place])
         return TILE if all(torch.equal(result, results[0]) for result in results) else 1
+
+
+class DenseHead(DenseFormat):
+    """Weights of the output head: the product is float32 whatever their type.
+
+    BF16 scores would be rounded to 8 bits, so that the best tokens tie and the lowest id wins. Weights of 16 bits
+    stay as they were stored (``ops.logits`` reads them so), and a tied head shares the embedding's memory.
+    """
+
+    def finish(self, params: Parameters) -> None:
+        """Packs float32 alone."""
+        if self.dtype == torch.float32:
+            super().finish(params)
+
+    def matmul(self, x_TK: Tensor, params: Parameters) -> Tensor:
+        """``x @ weight.T`` in float32; a head has no bias."""
+        if self.dtype == torch.float32:
+            return super().matmul(x_TK, params)
+        weight = params["weight"]
+        assert weight is not None
+        return ops.logits(x_TK, weight)
 
 
 def _plain(x_TK: Tensor, params: Parameters) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritium.llm.kernels.reference import (
+    HEAD_ROWS,
     add_rms_norm,
     gather_row,
     gelu_and_mul,
@@ -24,7 +25,7 @@ from tritium.llm.kernels.sampling import draw
 if TYPE_CHECKING:
     from tritium.llm.layers.inputs import ForwardInputs
 
-__all__ = ["add_rms_norm", "attention", "draw", "gelu_and_mul", "rms_norm", "rope_and_write", "silu_and_mul"]
+__all__ = ["add_rms_norm", "attention", "draw", "gelu_and_mul", "logits", "rms_norm", "rope_and_write", "silu_and_mul"]
 
 
 def attention(q_THD: Tensor, inputs: ForwardInputs, layer: int, scale: float, window: int | None) -> Tensor:
@@ -71,3 +72,13 @@ def _decode(q_BHD: Tensor, inputs: ForwardInputs, layer: int, scale: float, wind
 def _sdpa(q_BHTD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, seen: Tensor, scale: float) -> Tensor:
     k, v = k_BGLD.to(q_BHTD.dtype), v_BGLD.to(q_BHTD.dtype)
     return F.scaled_dot_product_attention(q_BHTD, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+
+
+def logits(x_NH: Tensor, weight_VH: Tensor) -> Tensor:
+    """See ``reference.logits``."""
+    if x_NH.dtype == weight_VH.dtype == torch.float32:
+        return F.linear(x_NH, weight_VH)
+    if x_NH.is_cuda and x_NH.dtype == weight_VH.dtype:
+        return torch.mm(x_NH, weight_VH.T, out_dtype=torch.float32)
+    x32 = x_NH.float()
+    return torch.cat([F.linear(x32, part.float()) for part in weight_VH.split(HEAD_ROWS)], dim=1)

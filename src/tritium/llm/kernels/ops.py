@@ -42,6 +42,8 @@ class _Kernels(Protocol):
         self, q_THD: Tensor, inputs: ForwardInputs, layer: int, scale: float, window: int | None
     ) -> Tensor: ...
 
+    def logits(self, x_NH: Tensor, weight_VH: Tensor) -> Tensor: ...
+
     def draw(self, logits_NV: Tensor, filters: Filters) -> Tensor: ...
 
 
@@ -121,6 +123,11 @@ def rope_and_write(
 def attention(q_THD: Tensor, inputs: ForwardInputs, layer: int, scale: float, window: int | None) -> Tensor:
     """Causal attention over the paged cache, contiguous [T, H, D]."""
     return _kernels.attention(q_THD, inputs, layer, scale, window)
+
+
+def logits(x_NH: Tensor, weight_VH: Tensor) -> Tensor:
+    """The output head ``x W^T``, summed and returned in float32 whatever the type of its operands, [N, V]."""
+    return _kernels.logits(x_NH, weight_VH)
 
 
 def draw(logits_NV: Tensor, filters: Filters) -> Tensor:

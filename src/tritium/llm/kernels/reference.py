@@ -19,15 +19,22 @@ if TYPE_CHECKING:
     from tritium.llm.layers.inputs import ForwardInputs
 
 
+# Rows of the output head that are widened at a time, to hold a few MiB more instead of a second head.
+HEAD_ROWS = 8192
+
+
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019) over the last dim: ``x / sqrt(mean(x^2) + eps) * weight``."""
+    """RMSNorm (Zhang and Sennrich 2019) over the last dim: ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    ``x`` may be wider than the weight; the result has the weight's type.
+    """
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return (x32 * scale * weight_H.float()).to(x.dtype)
+    return (x32 * scale * weight_H.float()).to(weight_H.dtype)
 
 
 def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Adds ``x`` to the residual IN PLACE, then norms it: (normed, residual)."""
+    """Adds ``x`` to the residual IN PLACE, which may be wider, then norms it: (normed, residual)."""
     residual_TH.add_(x_TH)
     return rms_norm(residual_TH, weight_H, eps), residual_TH
 
@@ -105,3 +112,12 @@ def attention(q_THD: Tensor, inputs: ForwardInputs, layer: int, scale: float, wi
             weights_H1L = torch.softmax(scores_H1L, dim=-1)
             out[start + i] = (weights_H1L @ v_HLD[:, first:end]).squeeze(1).to(out.dtype)
     return out
+
+
+def logits(x_NH: Tensor, weight_VH: Tensor) -> Tensor:
+    """Scores of the next token, ``x W^T`` in float32, [N, V], row by row.
+
+    Never rounded to the type of the operands: BF16 has 8 bits of mantissa, in which the best tokens tie.
+    """
+    slices = weight_VH.split(HEAD_ROWS)
+    return torch.stack([torch.cat([part.float() @ x.float() for part in slices]) for x in x_NH.unbind()])

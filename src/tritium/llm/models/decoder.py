@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritium.llm.config import TransformerConfig
-from tritium.llm.formats.dense import DenseFormat
+from tritium.llm.formats.dense import DenseFormat, DenseHead
 from tritium.llm.kernels import ops
 from tritium.llm.layers.attention import Attention
 from tritium.llm.layers.embedding import Embedding
@@ -69,14 +69,15 @@ class Decoder:
     ) -> None:
         self.config = config
         self.notices: list[str] = []
-        self._format = format = DenseFormat(dtype, device, deterministic=deterministic)
+        format = DenseFormat(dtype, device, deterministic=deterministic)
+        self._head_format = DenseHead(dtype, device, deterministic=deterministic)
         self.cos_sin_PD = cos_sin(config.rope, config.max_positions, device, rope_factors)
         self.embed = Embedding(config.vocab, config.hidden, dtype, device)
         self.layers = [Layer(config, format, index, self.cos_sin_PD) for index in range(config.layers)]
         self.norm = Norm(config.hidden, config.norm_eps, dtype, device)
         self.head: Linear | None = None
         if not config.tied:
-            self.head = Linear(format, config.hidden, {"head": config.vocab}, bias=False)
+            self.head = Linear(self._head_format, config.hidden, {"head": config.vocab}, bias=False)
 
     def __call__(self, inputs: ForwardInputs) -> Tensor:
         """See ``forward``."""
@@ -89,7 +90,8 @@ class Decoder:
         Returns:
             Hidden states after the final norm, [N, hidden], of the tokens ``inputs.sample_index_N``.
         """
-        residual = self.embed(inputs.tokens_T)
+        # Two sums a layer: in BF16 their roundings would make up most of the error of the logits.
+        residual = self.embed(inputs.tokens_T).float()
         first = self.layers[0].attention_norm
         x = ops.rms_norm(residual, first.weight, first.eps)
         for layer, following in zip(self.layers, self.layers[1:], strict=False):
@@ -107,7 +109,7 @@ class Decoder:
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Scores of the next token, float32 [N, vocab]."""
         assert self.head is not None, "the model is not loaded"
-        return self.head(hidden_NH).float()
+        return self.head(hidden_NH)
 
     def targets(self) -> Iterator[tuple[str, Target]]:
         """Places of all weights, by our names (``families.stored_name`` translates)."""
@@ -120,7 +122,7 @@ class Decoder:
 
     def tie(self) -> None:
         """Make the embedding matrix the output head, once it is loaded."""
-        self.head = tied_linear(self._format, self.embed.weight)
+        self.head = tied_linear(self._head_format, self.embed.weight)
 
     @property
     def weights_bytes(self) -> int:

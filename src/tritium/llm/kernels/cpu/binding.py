@@ -22,10 +22,11 @@ SILU, GELU_TANH, GELU_ERF = 0, 1, 2
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
-    "tritium_rms_norm": [_INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _FLOAT],
-    "tritium_add_rms_norm": [_INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT],
+    "tritium_rms_norm": [_INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _FLOAT],
+    "tritium_add_rms_norm": [_INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT],
     "tritium_gated": [_INT, _INT, _POINTER, _POINTER, _INT, _INT],
     "tritium_rope_and_write": [*[_POINTER] * 7, *[_INT] * 5],
+    "tritium_logits": [_INT, *[_POINTER] * 3, *[_INT] * 3],
     "tritium_draw": [_POINTER, _INT, _INT, *[_POINTER] * 6],
     "tritium_attention": [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _FLOAT, _INT],
 }
@@ -54,40 +55,35 @@ class CpuKernels:
         self._gated = library.tritium_gated
         self._rope_and_write = library.tritium_rope_and_write
         self._attention = library.tritium_attention
+        self._logits = library.tritium_logits
         self._draw = library.tritium_draw
 
     def rms_norm(self, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         """``reference.rms_norm``."""
-        out = torch.empty(x.shape, dtype=x.dtype)
+        dtype, wide = weight_H.dtype, x.dtype == torch.float32
+        if not wide and x.dtype != dtype:
+            return composed.rms_norm(x, weight_H, eps)
+        out = torch.empty(x.shape, dtype=dtype)
         size = x.shape[-1]
         if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == size:
             outer, inner, stride = x.shape[0], x.shape[1], x.stride(0)
         else:
             x = x.contiguous()
             outer, inner, stride = x.numel() // size, 1, size
-        weight_H = _weight(weight_H, x)
-        self._rms_norm(
-            DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), weight_H.data_ptr(), outer, stride, inner, size, eps
-        )
+        pointers = (x.data_ptr(), out.data_ptr(), weight_H.data_ptr())
+        self._rms_norm(DTYPES[dtype], wide, *pointers, outer, stride, inner, size, eps)
         return out
 
     def add_rms_norm(self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """``reference.add_rms_norm``."""
-        if not residual_TH.is_contiguous() or x_TH.dtype != residual_TH.dtype:
+        dtype, wide = x_TH.dtype, residual_TH.dtype == torch.float32
+        if not residual_TH.is_contiguous() or weight_H.dtype != dtype or not (wide or residual_TH.dtype == dtype):
             return composed.add_rms_norm(x_TH, residual_TH, weight_H, eps)
-        x_TH, weight_H = x_TH.contiguous(), _weight(weight_H, x_TH)
+        x_TH = x_TH.contiguous()
         out = torch.empty_like(x_TH)
         rows, size = x_TH.numel() // x_TH.shape[-1], x_TH.shape[-1]
-        self._add_rms_norm(
-            DTYPES[x_TH.dtype],
-            x_TH.data_ptr(),
-            residual_TH.data_ptr(),
-            weight_H.data_ptr(),
-            out.data_ptr(),
-            rows,
-            size,
-            eps,
-        )
+        pointers = (x_TH.data_ptr(), residual_TH.data_ptr(), weight_H.data_ptr(), out.data_ptr())
+        self._add_rms_norm(DTYPES[dtype], wide, *pointers, rows, size, eps)
         return out, residual_TH
 
     def silu_and_mul(self, x_T2I: Tensor) -> Tensor:
@@ -156,6 +152,17 @@ class CpuKernels:
         )
         return out
 
+    def logits(self, x_NH: Tensor, weight_VH: Tensor) -> Tensor:
+        """``reference.logits``."""
+        if x_NH.dtype != weight_VH.dtype or not weight_VH.is_contiguous():
+            return composed.logits(x_NH, weight_VH)
+        x_NH = x_NH.contiguous()
+        count, vocab = x_NH.shape[0], weight_VH.shape[0]
+        out = torch.empty((count, vocab), dtype=torch.float32)
+        pointers = (x_NH.data_ptr(), weight_VH.data_ptr(), out.data_ptr())
+        self._logits(DTYPES[x_NH.dtype], *pointers, count, vocab, weight_VH.shape[1])
+        return out
+
     def draw(self, logits_NV: Tensor, filters: sampling.Filters) -> Tensor:
         """``sampling.draw``."""
         if logits_NV.dtype != torch.float32:
@@ -176,10 +183,6 @@ class CpuKernels:
 def _heads_packed(x_THD: Tensor) -> bool:
     """Whether only the stride between tokens is free, as in a slice of a fused q, k, v matrix."""
     return x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]
-
-
-def _weight(weight_H: Tensor, x: Tensor) -> Tensor:
-    return weight_H if weight_H.dtype == x.dtype else weight_H.to(x.dtype)
 
 
 def _batch(inputs: ForwardInputs, heads: int) -> int:

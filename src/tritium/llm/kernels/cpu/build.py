@@ -30,7 +30,7 @@ FLAGS = [
     "-Wall",
     "-Wno-maybe-uninitialized",
 ]
-SOURCES = ("attention.cpp", "fused.cpp", "sampling.cpp")
+SOURCES = ("attention.cpp", "fused.cpp", "logits.cpp", "sampling.cpp")
 HEADERS = ("batch.h", "tiles.h", "vector.h")
 COMPILE_LIMIT_S = 300
 

@@ -12,7 +12,7 @@ namespace {
 // Below this many elements a parallel region costs more than it saves.
 constexpr int64_t SERIAL = 1 << 14;
 
-template <typename T> float inverse_rms(const T* x, int64_t n, float eps) {
+template <typename X> float inverse_rms(const X* x, int64_t n, float eps) {
   Vec squares = set1(0.0f);
   for (int64_t i = 0; i < n; i += W) {
     const Vec v = load(x + i, int(n - i < W ? n - i : W));
@@ -21,7 +21,7 @@ template <typename T> float inverse_rms(const T* x, int64_t n, float eps) {
   return 1.0f / std::sqrt(sum(squares) / float(n) + eps);
 }
 
-template <typename T> void scale_row(const T* x, const T* weight, T* out, int64_t n, float factor) {
+template <typename X, typename T> void scale_row(const X* x, const T* weight, T* out, int64_t n, float factor) {
   const Vec f = set1(factor);
   for (int64_t i = 0; i < n; i += W) {
     const int lanes = int(n - i < W ? n - i : W);
@@ -29,20 +29,20 @@ template <typename T> void scale_row(const T* x, const T* weight, T* out, int64_
   }
 }
 
-template <typename T>
-void norm(const T* x, T* out, const T* weight, int64_t outer, int64_t stride, int64_t inner, int64_t n, float eps) {
+template <typename X, typename T>
+void norm(const X* x, T* out, const T* weight, int64_t outer, int64_t stride, int64_t inner, int64_t n, float eps) {
 #pragma omp parallel for schedule(static) if (outer * inner * n > SERIAL)
   for (int64_t r = 0; r < outer * inner; ++r) {
-    const T* row = x + (r / inner) * stride + (r % inner) * n;
+    const X* row = x + (r / inner) * stride + (r % inner) * n;
     scale_row(row, weight, out + r * n, n, inverse_rms(row, n, eps));
   }
 }
 
-template <typename T>
-void add_norm(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t n, float eps) {
+template <typename X, typename T>
+void add_norm(const T* x, X* residual, const T* weight, T* out, int64_t rows, int64_t n, float eps) {
 #pragma omp parallel for schedule(static) if (rows * n > SERIAL)
   for (int64_t r = 0; r < rows; ++r) {
-    T* sums = residual + r * n;
+    X* sums = residual + r * n;
     for (int64_t i = 0; i < n; i += W) {
       const int lanes = int(n - i < W ? n - i : W);
       store(sums + i, add(load(x + r * n + i, lanes), load(sums + i, lanes)), lanes);
@@ -135,17 +135,23 @@ template <typename T> void gated_by(int64_t kind, const void* x, void* out, int6
 
 using namespace tritium;
 
-// x is [outer, inner, n] with `stride` elements between outer rows; out is contiguous.
-EXPORT void tritium_rms_norm(int64_t dtype, const void* x, void* out, const void* weight, int64_t outer, int64_t stride,
+// x is [outer, inner, n] with `stride` elements between outer rows, float32 if `wide`, else of the type of the
+// weight, as out, which is contiguous.
+EXPORT void tritium_rms_norm(int64_t dtype, int64_t wide, const void* x, void* out, const void* weight, int64_t outer, int64_t stride,
                              int64_t inner, int64_t n, float eps) {
-#define CALL(T) norm((const T*)x, (T*)out, (const T*)weight, outer, stride, inner, n, eps)
+#define CALL(T)                                                                       \
+  if (wide) norm((const float*)x, (T*)out, (const T*)weight, outer, stride, inner, n, eps); \
+  else norm((const T*)x, (T*)out, (const T*)weight, outer, stride, inner, n, eps)
   DISPATCH(dtype, CALL)
 #undef CALL
 }
 
-EXPORT void tritium_add_rms_norm(int64_t dtype, const void* x, void* residual, const void* weight, void* out,
+// The residual is float32 if `wide`, else of the type of x.
+EXPORT void tritium_add_rms_norm(int64_t dtype, int64_t wide, const void* x, void* residual, const void* weight, void* out,
                                  int64_t rows, int64_t n, float eps) {
-#define CALL(T) add_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, rows, n, eps)
+#define CALL(T)                                                                        \
+  if (wide) add_norm((const T*)x, (float*)residual, (const T*)weight, (T*)out, rows, n, eps); \
+  else add_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, rows, n, eps)
   DISPATCH(dtype, CALL)
 #undef CALL
 }
