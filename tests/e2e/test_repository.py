@@ -157,7 +157,17 @@ def test_what_is_ignored_is_said(server: LiveServer) -> None:
 def test_settings_of_other_servers_arrive(server: LiveServer, http: httpclient.InferenceServerClient) -> None:
     listed = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert {m["id"]: m["max_model_len"] for m in listed} == {"native": 1024, "vllm-model": 256, "trt": 1024}
-    assert http.get_model_config("vllm-model")["max_batch_size"] == 4
+    assert http.get_model_config("native")["max_batch_size"] == 4
+    assert http.get_model_config("vllm-model").get("max_batch_size", 0) == 0
+
+
+def test_clients_of_vllms_backend_send_one_prompt_of_shape_1(grpc: grpcclient.InferenceServerClient) -> None:
+    """As the sample client of that backend does, also with its sampling parameters as JSON."""
+    text = grpcclient.InferInput("text_input", [1], "BYTES").set_data_from_numpy(np.array([PROMPT], np.object_))
+    sampling = grpcclient.InferInput("sampling_parameters", [1], "BYTES")
+    sampling.set_data_from_numpy(np.array([json.dumps({"temperature": 0, "max_tokens": 4})], np.object_))
+    answer = grpc.infer("vllm-model", [text, sampling]).as_numpy("text_output")
+    assert answer.shape == (1,) and answer[0].decode().startswith(PROMPT)
 
 
 # -- whose value wins -----------------------------------------------------------------------------------------

@@ -44,8 +44,9 @@ class LlmBackend(TextBackend):
     async def complete(self, config: ModelConfig) -> ModelConfig:
         """Adds the standard tensors, all optional: each model speaks text and tokens, whatever its file declares."""
         self._settings = await asyncio.to_thread(read_settings, self.context, find_checkpoint)
-        if config.max_batch_size == 0 and not config.inputs:
+        if config.max_batch_size == 0 and not config.inputs and self._settings.alias != "vllm":
             # Nobody said how requests look: take batches, since a batch is no more than that many sequences.
+            # Clients of vLLM's backend know: it takes one prompt of shape [1].
             config = replace(config, max_batch_size=self._settings.engine.max_rows)
         self._config = complete_tensors(config)
         return self._config
