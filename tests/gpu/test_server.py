@@ -127,7 +127,8 @@ def test_token_ids_in_the_memory_of_the_gpu(server: LiveServer, regions: tuple[D
         there, here = (grpcclient.InferInput("input_ids", [1, 4], "INT32") for _ in range(2))
         there.set_shared_memory("ids", ids.nbytes)
         here.set_data_from_numpy(ids)
-        answers = [client.infer("tiny", [tensor]).as_numpy("output_ids").tolist() for tensor in (there, here)]
+        greedy = grpcclient.InferInput("temperature", [1, 1], "FP32").set_data_from_numpy(np.zeros((1, 1), np.float32))
+        answers = [client.infer("tiny", [tensor, greedy]).as_numpy("output_ids").tolist() for tensor in (there, here)]
         client.unregister_cuda_shared_memory()
     assert answers[0] == answers[1]
 
