@@ -1,7 +1,9 @@
-"""The one error type of Tritium and the one table from its codes to protocol statuses."""
+"""The one error type of Tritium, the one table from its codes to protocol statuses, and commands that mend things."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from dataclasses import dataclass
 from enum import Enum
 
@@ -93,3 +95,13 @@ class TritiumError(Exception):
 def invalid(message: str, *, param: str | None = None, reason: str | None = None) -> TritiumError:
     """An ``INVALID_ARGUMENT`` error, by far the most common one."""
     return TritiumError(Code.INVALID_ARGUMENT, message, param=param, reason=reason)
+
+
+def python_command(*arguments: str) -> str:
+    """A line for a shell that runs this very interpreter: a bare ``python`` or ``pip`` may belong to another one."""
+    return shlex.join([sys.executable or "python", *arguments])
+
+
+def pip_install(*what: str) -> str:
+    """The line that installs packages where this process would find them."""
+    return python_command("-m", "pip", "install", *what)

@@ -141,6 +141,7 @@ def test_backends_are_found_by_name(monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(TritiumError, match="unable to find backend library for backend 'nope'") as caught:
             find(backend, platform, "m")
         assert (caught.value.code, caught.value.param) == (Code.INVALID_ARGUMENT, param)
+        assert caught.value.message.endswith(f"Backends here: {', '.join(BACKENDS)}")
 
 
 def test_a_folder_that_is_not_there_tells_nothing(tmp_path: Path):

@@ -99,7 +99,7 @@ def test_bos_and_eos_by_configuration(tmp_path: Path) -> None:
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(TritiumError, match=r"pip install 'tritium\[sentencepiece\]'"):
+    with pytest.raises(TritiumError, match=r"-m pip install 'tritium\[sentencepiece\]'"):
         load_tokenizer(write(tmp_path, b""))
 
 

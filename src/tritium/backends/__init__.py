@@ -62,7 +62,8 @@ def find(backend: str, platform: str, model: str) -> type[Backend]:
             raise invalid(f"must specify 'backend' or 'platform' for '{model}', none was given and no file tells it")
         raise invalid(
             f"unable to find backend library for backend '{backend or platform}', "
-            "try specifying runtime on the model configuration.",
+            # Triton's sentence; that it is not alone helps who mistyped a name.
+            f"try specifying runtime on the model configuration. Backends here: {', '.join(BACKENDS)}",
             param="backend" if backend else "platform",
         )
     module, _, attribute = target.partition(":")

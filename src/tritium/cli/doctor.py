@@ -18,7 +18,7 @@ from typing import Literal
 from tritium.cli import options
 from tritium.cli.catalogue import num_parameters
 from tritium.cli.flags import Parsed
-from tritium.errors import TritiumError
+from tritium.errors import TritiumError, pip_install, python_command
 from tritium.launch import addresses
 from tritium.llm.checkpoint import read_metadata
 from tritium.llm.config import EngineConfig
@@ -134,7 +134,7 @@ def device(config: EngineConfig) -> Iterable[Check]:
                 f"cuda:{index}", "ok" if bf16 else "note", detail + ("" if bf16 else ": no bfloat16, use float16")
             )
     elif NVIDIA.exists() and torch.version.cuda is None:
-        yield Check("cuda", "warning", "there is an NVIDIA driver, but torch is a CPU build", "pip install torch")
+        yield Check("cuda", "warning", "there is an NVIDIA driver, but torch is a CPU build", pip_install("torch"))
     elif NVIDIA.exists() and visible is not None:
         yield Check("cuda", "warning", f"no device is visible (CUDA_VISIBLE_DEVICES={visible!r})", "unset it")
     elif NVIDIA.exists():
@@ -154,7 +154,7 @@ def kernels() -> Iterable[Check]:
         yield Check("kernels", "ok", f"C++ kernels for {found.isa}")
     else:
         compiler = "" if shutil.which("g++") else "apt-get install g++, then "
-        yield Check("kernels", "warning", found, f"{compiler}{sys.executable} -m tritium.llm.kernels.cpu")
+        yield Check("kernels", "warning", found, compiler + python_command("-m", "tritium.llm.kernels.cpu"))
 
 
 def limits() -> Iterable[Check]:
@@ -186,7 +186,7 @@ def extras() -> Iterable[Check]:
     """Optional packages."""
     if find_spec("sentencepiece") is None:
         detail = "not installed: checkpoints that have only tokenizer.model cannot be served"
-        yield Check("sentencepiece", "note", detail, "pip install 'tritium[sentencepiece]'")
+        yield Check("sentencepiece", "note", detail, pip_install("tritium[sentencepiece]"))
     else:
         yield Check("sentencepiece", "ok", metadata.version("sentencepiece"))
     for model in NAMED.values():

