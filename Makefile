@@ -42,3 +42,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f src/tritium/llm/kernels/cpu/libtritium_*so

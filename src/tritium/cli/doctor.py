@@ -149,9 +149,12 @@ def kernels() -> Iterable[Check]:
     """The CPU kernels that are compiled at install."""
     from tritium.llm.kernels.cpu import CpuKernels, load
 
-    found = load()
+    found = load(compile=False)
     if isinstance(found, CpuKernels):
         yield Check("kernels", "ok", f"C++ kernels for {found.isa}")
+    elif "is missing" in found and shutil.which("g++"):
+        fix = python_command("-m", "tritium.llm.kernels.cpu")
+        yield Check("kernels", "note", "not built for these sources; the first engine that starts compiles them", fix)
     else:
         compiler = "" if shutil.which("g++") else "apt-get install g++, then "
         yield Check("kernels", "warning", found, compiler + python_command("-m", "tritium.llm.kernels.cpu"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,13 @@ import torch  # loads torch's own OpenMP runtime, which the library then shares
 from torch import Tensor
 
 from tritium.llm.kernels import composed, sampling
-from tritium.llm.kernels.cpu.build import ISAS, library_path, source_hash
+from tritium.llm.kernels.cpu.build import ISAS, build, library_path, source_hash
+from tritium.observability import logs
 
 if TYPE_CHECKING:
     from tritium.llm.layers.inputs import ForwardInputs
 
+FOLDER = Path(__file__).parent
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SILU, GELU_TANH, GELU_ERF = 0, 1, 2
 
@@ -30,6 +33,8 @@ _ARGUMENTS = {
     "tritium_draw": [_POINTER, _INT, _INT, *[_POINTER] * 6],
     "tritium_attention": [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _FLOAT, _INT],
 }
+
+_log = logs.get("tritium.engine")
 
 
 class Batch(ctypes.Structure):
@@ -229,22 +234,39 @@ def cpu_flags() -> frozenset[str]:
 
 
 @functools.cache
-def load(isa: str | None = None) -> CpuKernels | str:
-    """The library of the newest instruction set that this machine has (or of ``isa``), or why there is none."""
+def load(isa: str | None = None, *, compile: bool = True) -> CpuKernels | str:
+    """The library of the newest instruction set that this machine has (or of ``isa``), or why there is none.
+
+    Only a library of the present sources is taken. Where it is missing it is compiled, which takes some seconds.
+
+    Args:
+        compile: whether that may be done here.
+    """
     flags = cpu_flags()
     usable = [name for name, (_, needs) in ISAS.items() if needs <= flags and isa in (None, name)]
     if not usable:
         return f"the CPU ({platform.machine()}) lacks AVX2; attention and norms run on torch, slower"
-    folder = Path(__file__).parent
-    path = library_path(folder, usable[0])
-    rebuild = "so attention and norms run on torch, slower; with g++ installed, run: python -m tritium.llm.kernels.cpu"
+    path = library_path(FOLDER, usable[0])
+    problem = f"{path.name} is missing"
+    if not path.exists() and compile:
+        _log.info("the C++ kernels of these sources are not built, compiling them", isa=usable[0])
+        started = time.monotonic()
+        _, problem = build(FOLDER, usable[:1])
+        if not problem:
+            _log.info("the C++ kernels are compiled", isa=usable[0], seconds=round(time.monotonic() - started, 1))
     if not path.exists():
-        return f"the C++ kernels are not built ({path.name} is missing), {rebuild}"
+        return f"the C++ kernels are not built ({problem}); attention and norms run on torch, slower"
+    return _open(path, usable[0])
+
+
+def _open(path: Path, isa: str) -> CpuKernels | str:
+    """The library, which says itself of which sources it is: a file that was renamed is refused."""
+    again = f"attention and norms run on torch, slower; remove {path} to have it compiled again"
     try:
         library = ctypes.CDLL(str(path))
         library.tritium_source_hash.restype = ctypes.c_char_p
-        if library.tritium_source_hash().decode() != source_hash(folder):
-            return f"the C++ kernels were built from other sources, {rebuild}"
-        return CpuKernels(library, usable[0])
+        if library.tritium_source_hash().decode() != source_hash(path.parent, isa):
+            return f"the C++ kernels were built from other sources; {again}"
+        return CpuKernels(library, isa)
     except (OSError, AttributeError) as error:
-        return f"the C++ kernels do not load ({error}), {rebuild}"
+        return f"the C++ kernels do not load ({error}); {again}"
