@@ -18,27 +18,27 @@ INPUTS := pyproject.toml constraints.txt $(wildcard hatch_build.py) scripts/inst
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
-	exec $(BIN)/tritium serve $(MODEL) $(ARGS)
+	@exec $(BIN)/tritium serve $(MODEL) $(ARGS)
 
 install: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
-	scripts/test
+	@scripts/test
 
 check: $(VENV)/.installed-dev
-	scripts/check
+	@scripts/check
 
 bench: $(VENV)/.installed
 	@for workload in A B C D E kv; do $(BIN)/tritium bench $$workload --model $(MODEL) $(ARGS) || exit 1; echo; done
 
 soak: $(VENV)/.installed-dev
-	$(BIN)/python scripts/soak.py --seconds $(SOAK_SECONDS) $(ARGS)
+	@$(BIN)/python scripts/soak.py --seconds $(SOAK_SECONDS) $(ARGS)
 
 $(VENV)/.installed: $(INPUTS)
-	PYTHON="$(PYTHON)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" scripts/install
+	@PYTHON="$(PYTHON)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" scripts/install
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	PYTHON="$(PYTHON)" scripts/install dev
+	@PYTHON="$(PYTHON)" scripts/install dev
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
