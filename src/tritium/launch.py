@@ -271,13 +271,20 @@ async def _look_through(server: Server) -> None:
 
 
 def _refuse_failures(server: Server, settings: ServerSettings) -> None:
+    """Ends the start when a model is missing. Each reason has been logged: it is said again only to who did not see it.
+
+    Raises:
+        TritiumError: names the models.
+    """
     failures = server.failures()
-    for name, reason in failures.items():
-        _log.error("model cannot be loaded", model=name, reason=reason)
-    if failures and (settings.exit_on_error or settings.model is not None):
+    if not failures or not (settings.exit_on_error or settings.model is not None):
+        return
+    hint = "" if settings.model is not None else " (--no-exit-on-error serves the others)"
+    if settings.log_file or not settings.log_error:
         said = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
-        hint = "" if settings.model is not None else " (--no-exit-on-error serves the others)"
-        raise TritiumError(Code.UNAVAILABLE, f"cannot load {said}{hint}")
+    else:
+        said = f"{', '.join(failures)}: see above"
+    raise TritiumError(Code.UNAVAILABLE, f"cannot load {said}{hint}")
 
 
 def banner(server: Server, urls: Mapping[str, str], effective: Mapping[str, Effective], ready_s: float) -> str:
@@ -292,6 +299,7 @@ def banner(server: Server, urls: Mapping[str, str], effective: Mapping[str, Effe
     lines += [f"  {name:<8} {what[name].format(url)}" for name, url in urls.items()]
     if (host := effective.get("host")) is not None and host.value in LOOPBACK:
         lines.append("  only this machine can connect; --host 0.0.0.0 listens on every address")
+    lines += [f"  not loaded: {name}: {reason}" for name, reason in server.failures().items()]
     lines += ["", *(f"  {line}" for line in settings_table(effective).splitlines())]
     for engine in server.engines():
         lines += ["", *_budget(engine)]

@@ -55,10 +55,14 @@ def test_port_in_use_is_told_before_the_model_loads(tiny_checkpoint: Path) -> No
 def test_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["StrangeForCausalLM"], "model_type": "strange"}')
     (tmp_path / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
-    done = tritium("serve", str(tmp_path), "--http-port=0", "--grpc-port=0", "--metrics-port=0")
+    command = ["serve", str(tmp_path), "--served-model-name=m", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+    done = tritium(*command)
     assert done.returncode == 1
-    assert "strange" in done.stderr.lower()
-    assert "Traceback" not in done.stderr
+    assert done.stderr.count("StrangeForCausalLM") == 1 and "Traceback" not in done.stderr
+    assert done.stderr.endswith("tritium: error: cannot load m: see above\n")
+    # Who does not see the log is told here.
+    done = tritium(*command, "--log-error=false")
+    assert done.stderr.count("StrangeForCausalLM") == 1 and "cannot load m: version 1: " in done.stderr
 
 
 async def test_signals() -> None:

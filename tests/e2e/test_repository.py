@@ -283,4 +283,9 @@ def test_others_serve_from_the_start(folder: Path, tmp_path: Path) -> None:
         assert found["typo"][0] == "UNAVAILABLE" and "max_rowz" in found["typo"][1]
         assert found["syntax"] == ("", "")
         assert generate(live, "vllm-model", input_ids=IDS, max_tokens=3)["sequence_length"] == 3
-        assert "syntax/config.pbtxt:3:20: " in live.output()
+        # Each failure is logged once, and stands once in the banner.
+        shown = live.output()
+        for name, why in (("typo", "max_rowz"), ("syntax", "syntax/config.pbtxt:3:20: ")):
+            assert len([line for line in shown.splitlines() if "ERROR" in line and f"model={name} " in line]) == 1
+            (line,) = (line for line in shown.splitlines() if line.startswith(f"  not loaded: {name}: "))
+            assert why in line and not line.endswith(";")

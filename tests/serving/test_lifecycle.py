@@ -10,6 +10,7 @@ from tests.serving.support import ALL, FAIL, refused, serving, touch, until
 from tritium.errors import Code
 from tritium.observability.metrics import Metrics
 from tritium.serving.server import IndexEntry, Server
+from tritium.serving.views import in_words
 
 
 async def test_explicit_mode(repository: Path):
@@ -108,7 +109,7 @@ async def test_a_failed_load_leaves_the_others(repository: Path):
         )
         line = IndexEntry("bad", "1", "UNAVAILABLE", "Internal: load refuses on purpose")
         assert server.index()[0] == line
-        assert server.failures() == {"bad": error.message}
+        assert server.failures() == {"bad": "version 1: Internal: load refuses on purpose"}
         assert not server.ready() and server.model_ready("echo")
         await server.infer(request())
         # As recorded: an unload does not mend it, a load that succeeds does.
@@ -119,6 +120,39 @@ async def test_a_failed_load_leaves_the_others(repository: Path):
         assert server.ready() and server.failures() == {}
 
 
+def said_of_failures(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
+    return [getattr(r, "fields") for r in caplog.records if r.levelname == "ERROR"]  # noqa: B009
+
+
+async def test_a_load_that_fails_is_logged_once(repository: Path, caplog: pytest.LogCaptureFixture):
+    write_model(repository, "bad", FAIL % "all", versions=("1",))
+    line = {"model": "bad", "reason": "version 1: Internal: load refuses on purpose"}
+    async with serving(repository, control="explicit") as server:
+        await refused(server.load("bad"))
+        assert said_of_failures(caplog) == [line]
+        # Also when nobody waits for it any more.
+        caplog.clear()
+        call = asyncio.create_task(server.load("bad"))
+        await asyncio.sleep(0)
+        call.cancel()
+        await until(lambda: said_of_failures(caplog) == [line])
+        caplog.clear()
+        await refused(server.load("none\nof these"))
+        (found,) = said_of_failures(caplog)
+        assert found["model"] == "none\nof these" and "failed to poll" in str(found["reason"])
+    caplog.clear()
+    async with serving(repository):
+        assert said_of_failures(caplog) == [line]
+
+
+def test_reasons_in_words():
+    told = "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: a;\n" + (
+        "version 2 is at UNAVAILABLE state: Internal: b\nc;\n"
+    )
+    assert in_words("m", told) == "version 1: Internal: a; version 2: Internal: b c"
+    assert in_words("m", "failed to load 'm'") == "failed to load 'm'"
+
+
 async def test_all_versions_or_none(repository: Path):
     write_model(repository, "echo", FAIL % "2" + ALL, versions=("1", "2"))
     async with serving(repository) as server:
@@ -127,7 +161,7 @@ async def test_all_versions_or_none(repository: Path):
             IndexEntry("echo", "1", "UNAVAILABLE", "unloaded"),
             IndexEntry("echo", "2", "UNAVAILABLE", "Internal: load refuses on purpose"),
         ]
-        assert "version 2 is at UNAVAILABLE state" in server.failures()["echo"]
+        assert server.failures()["echo"] == "version 2: Internal: load refuses on purpose"
         assert not any(backend.up for backend in Echo.made)
 
 

@@ -204,7 +204,7 @@ def _why_not_ready(server: Server) -> str:
         return "the server is draining"
     failed = server.failures()
     if failed:
-        return "; ".join(f"model '{name}' could not be loaded: {why}" for name, why in sorted(failed.items()))
+        return "; ".join(f"model '{name}' could not be loaded: {why}" for name, why in failed.items())
     named: list[str] = []
     for entry in server.index():
         if not server.model_ready(entry.name, entry.version):

@@ -18,7 +18,7 @@ from tritium.serving.model import Model, State
 from tritium.serving.model_files import Scratch
 from tritium.serving.repository import Plan, Repository
 from tritium.serving.request_checks import parse_version
-from tritium.serving.views import IndexEntry
+from tritium.serving.views import IndexEntry, in_words
 
 _log = logs.get(__name__)
 
@@ -154,7 +154,7 @@ class Catalog:
         return [line for line in found if line.state == State.READY.value] if ready_only else found
 
     async def start(self, names: Sequence[str]) -> None:
-        """Loads the first models side by side; failures are logged and kept in ``failures``."""
+        """Loads the first models side by side; failures are kept in ``failures``."""
         await asyncio.gather(*(self._first_load(name, self._load(name, None)) for name in names))
 
     async def start_single(self, plan: Plan) -> None:
@@ -162,7 +162,7 @@ class Catalog:
         await self._first_load(plan.name, self._replace(self._entry(plan.name), plan))
 
     async def load(self, name: str, override: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
-        """Loads a name in a task of its own, which goes on when the caller gives up.
+        """Loads a name in a task of its own, which goes on when the caller gives up; a failure is logged once.
 
         Args:
             override: a configuration in JSON in place of the file.
@@ -171,7 +171,7 @@ class Catalog:
         Raises:
             TritiumError: why it failed; UNAVAILABLE when the server drains meanwhile.
         """
-        await self._in_task(self._load(name, override, files))
+        await self._in_task(name, self._load(name, override, files))
 
     def unload(self, name: str, dependents: bool = False) -> None:
         """Takes a name out of service; a load of it that is under way is undone when it ends.
@@ -246,7 +246,8 @@ class Catalog:
             try:
                 await self._load(step, None, chain=chain)
             except TritiumError as error:
-                _log.error("step of an ensemble cannot be loaded", model=plan.name, step=step, error=error.message)
+                reason = in_words(step, error.message)
+                _log.error("step of an ensemble cannot be loaded", model=plan.name, step=step, reason=reason)
                 missing.append(step)
         if missing:
             raise invalid(f"load failed for model '{plan.name}': {unavailable(plan.name, missing)}\n")
@@ -272,18 +273,17 @@ class Catalog:
 
     async def _first_load(self, name: str, load: Coroutine[Any, Any, None]) -> None:
         try:
-            await self._in_task(load)
+            await self._in_task(name, load)
         except TritiumError as error:
             self._missing.add(name)
             self.failures[name] = error.message
-            _log.error("model cannot be loaded", model=name, error=error.message)
 
-    async def _in_task(self, load: Coroutine[Any, Any, None]) -> None:
+    async def _in_task(self, name: str, load: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(load)
         self._loads.add(task)
         task.add_done_callback(self._loads.discard)
-        # Whoever waits is told; when nobody does any more, the error must still count as seen.
-        task.add_done_callback(lambda t: t.cancelled() or t.exception())
+        # Here, since whoever waits may have given up by then.
+        task.add_done_callback(lambda t: None if t.cancelled() else _log_failure(name, t.exception()))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -361,6 +361,11 @@ class Catalog:
         await model.unload()
         self._leaving.discard(model)
         _log.info("model is unloaded", model=model.name, version=model.version)
+
+
+def _log_failure(name: str, error: BaseException | None) -> None:
+    if isinstance(error, TritiumError):
+        _log.error("model cannot be loaded", model=name, reason=in_words(name, error.message))
 
 
 def _steps(plan: Plan) -> set[str]:

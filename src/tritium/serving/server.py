@@ -33,6 +33,7 @@ from tritium.serving.views import (
     ServerMetadata,
     TensorMetadata,
     TextModel,
+    in_words,
     model_metadata,
 )
 from tritium.serving.watch import Changes, Watcher
@@ -104,8 +105,6 @@ class Server:
             auto_complete=auto_complete,
         )
         services = Services(self.infer_stream, self.load, self.unload, self.model_ready, metrics)
-        if cache is not None and metrics is not None:
-            metrics.watch_cache(lambda: cache.stats)
         if cache is not None and metrics is not None:
             metrics.watch_cache(lambda: cache.stats)
         surroundings = Surroundings(services, rate_limiter or RateLimiter(), cache)
@@ -190,8 +189,8 @@ class Server:
         return self._started and not self._draining and (not self._strict or self._catalog.ready())
 
     def failures(self) -> dict[str, str]:
-        """Why models could not be loaded the last time it was tried, by name."""
-        return dict(self._catalog.failures)
+        """Why models could not be loaded the last time it was tried, by name; a line each."""
+        return {name: in_words(name, message) for name, message in sorted(self._catalog.failures.items())}
 
     def model_ready(self, name: str, version: str = "") -> bool:
         """Whether that version, or the highest one, would answer now; False for what is unknown."""

@@ -114,6 +114,12 @@ class EngineView:
     info: EngineInfo
 
 
+def in_words(name: str, message: str) -> str:
+    """Why a load failed, in one line: clients are told in Triton's form, with line breaks and the name again."""
+    parts = message.removeprefix(f"load failed for model '{name}': ").split(";\n")
+    return "; ".join(" ".join(p.replace(" is at UNAVAILABLE state:", ":", 1).split()) for p in parts if p.strip())
+
+
 def model_metadata(config: ModelConfig, versions: tuple[str, ...]) -> ModelMetadata:
     """The metadata of a configuration."""
 

@@ -125,6 +125,5 @@ class Watcher:
             await self._catalog.load(name)
         except TritiumError as error:
             changes.failed[name] = error.message
-            _log.error("changed model cannot be loaded", model=name, error=error.message)
         else:
             changes.loaded.append(name)
