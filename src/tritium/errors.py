@@ -58,6 +58,11 @@ STATUS: dict[Code, Status] = {
 }
 
 
+# ``TritiumError.reason`` where what answers a request died under it: clients may try again (UNAVAILABLE), but nobody
+# has refused the request, and statistics count it as a failure of the backend.
+LOST = "backend_lost"
+
+
 class TritiumError(Exception):
     """An error that a user may read.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_checkpoint
-from tritium.errors import Code, TritiumError
+from tritium.errors import LOST, Code, TritiumError
 from tritium.llm.checkpoint import read_metadata
 from tritium.llm.client import SPIN_COUNT, EngineClient, thread_settings
 from tritium.llm.config import EngineConfig
@@ -106,7 +106,10 @@ async def test_a_small_cache_bounds_the_context_and_says_so(checkpoint: Path) ->
         await client.stop()
 
 
-async def test_a_killed_engine_comes_back_and_loses_nothing_that_had_not_begun(client: EngineClient) -> None:
+async def test_a_killed_engine_comes_back_and_loses_nothing_that_had_not_begun(
+    client: EngineClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tritium.client")
     expected = [t for d in await collect(client, request()) for t in d.tokens]
     assert client.pid is not None
     os.kill(client.pid, signal.SIGSTOP)
@@ -116,6 +119,11 @@ async def test_a_killed_engine_comes_back_and_loses_nothing_that_had_not_begun(c
     for deltas in await asyncio.wait_for(asyncio.gather(*waiting), 60):
         assert [t for d in deltas for t in d.tokens] == expected
     assert client.restarts == 1
+    ended, back = caplog.records
+    assert (ended.message, back.message) == ("the engine ended, starting it again", "the engine is back")
+    said = getattr(back, "fields")  # noqa: B009
+    assert (said["engine"], said["requests"], said["pid"]) == ("engine", 4, client.pid)
+    assert 0 < said["seconds"] < 60
 
 
 async def test_what_had_begun_ends_with_a_typed_error(client: EngineClient) -> None:
@@ -123,7 +131,7 @@ async def test_what_had_begun_ends_with_a_typed_error(client: EngineClient) -> N
         async for _ in client.generate(request(max_tokens=4000)):
             assert client.pid is not None
             os.kill(client.pid, signal.SIGKILL)
-    assert caught.value.code is Code.UNAVAILABLE
+    assert (caught.value.code, caught.value.reason) == (Code.UNAVAILABLE, LOST)
     assert (client.stats.running, client.stats.blocks_used) == (0, 0)
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import msgspec
 
-from tritium.errors import Code, TritiumError
+from tritium.errors import LOST, Code, TritiumError
 from tritium.ipc import AsyncLink, start_child
 from tritium.llm.answer import Answer
 from tritium.llm.config import EngineConfig
@@ -96,6 +96,7 @@ class EngineClient:
         self._started: asyncio.Future[EngineInfo] | None = None
         self._task: asyncio.Task[None] | None = None
         self._heard = time.monotonic()
+        self._lost_at = 0.0  # when the engine ended that the present one replaces
         self._allowance_s = 0.0
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -237,7 +238,9 @@ class EngineClient:
                 self._started.set_exception(why)
                 return
             self.restarts += 1
-            self._log.error("%s: the engine ended (%s), starting it again", self._name, self._reason)
+            if came_up or not self._lost_at:
+                self._lost_at = time.monotonic()
+            self._log.error("the engine ended, starting it again", engine=self._name, reason=self._reason)
             self._settle_after_crash(came_up, keep=came_up or backoff_s < 4)
             backoff_s = 0.0 if came_up else min(MAX_BACKOFF_S, max(1.0, 2 * backoff_s))
             await asyncio.sleep(backoff_s)
@@ -292,6 +295,11 @@ class EngineClient:
                 self._allowance_s = 4 * expected_ns / 1e9
             case Ready(info):
                 self.info, self._up, self._reason, self._allowance_s = info, True, "", 0.0
+                if self.restarts:
+                    away_s = round(time.monotonic() - self._lost_at, 1)
+                    self._log.info(
+                        "the engine is back", engine=self._name, seconds=away_s, requests=len(self._live), pid=self.pid
+                    )
                 if self._live and self._link is not None:
                     self._link.send(Submit([live.request for live in self._live.values()]))
                 if self._started is not None and not self._started.done():
@@ -308,12 +316,14 @@ class EngineClient:
         for live in list(self._live.values()):
             live.crashes += came_up
             if live.answered:
-                error = TritiumError(Code.UNAVAILABLE, "the engine was lost while it answered", retry_after_s=1)
+                text = "the engine was lost while it answered"
+                error = TritiumError(Code.UNAVAILABLE, text, reason=LOST, retry_after_s=1)
             elif live.crashes >= MAX_CRASHES:
                 text = f"the request was running when the engine was lost, {live.crashes} times; it is not run again"
                 error = TritiumError(Code.INTERNAL, text)
             elif not keep:
-                error = TritiumError(Code.UNAVAILABLE, f"the engine is not running: {self._reason}", retry_after_s=10)
+                text = f"the engine is not running: {self._reason}"
+                error = TritiumError(Code.UNAVAILABLE, text, reason=LOST, retry_after_s=10)
             else:
                 continue
             live.fail(error)

@@ -64,17 +64,17 @@ class _Run:
     def succeed(self) -> None:
         self._end(None)
 
-    def fail(self, code: Code) -> None:
+    def fail(self, code: Code, reason: str | None = None) -> None:
         if not self.ended:
-            self._end(code)
+            self._end(code, reason)
 
-    def _end(self, code: Code | None) -> None:
+    def _end(self, code: Code | None, reason: str | None = None) -> None:
         self.ended = True
         now = time.monotonic_ns()
         if code is None:
             self.stats.succeeded(self.rows, now - self.arrived_ns, self.timing)
         else:
-            self.stats.failed(code, now - self.arrived_ns, self.timing)
+            self.stats.failed(code, now - self.arrived_ns, self.timing, reason)
         if self.trace is not None:
             t = self.timing
             parts_ns = None if t.cache == "hit" else (t.queue_ns, t.input_ns, t.output_ns)
@@ -342,7 +342,7 @@ class Model:
         try:
             yield run, backend
         except TritiumError as error:
-            run.fail(error.code)
+            run.fail(error.code, error.reason)
             raise
         except Exception as error:
             run.fail(Code.INTERNAL)

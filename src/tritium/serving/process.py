@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from tritium.backends import wire
-from tritium.errors import Code, TritiumError
+from tritium.errors import LOST, Code, TritiumError
 from tritium.ipc import start_child
 from tritium.ipc.pipe import AsyncPipe
 from tritium.observability import logs
@@ -173,6 +173,7 @@ class Process:
             Code.UNAVAILABLE,
             f"Failed to process the request(s) for model '{self._name}', message: Stub process '{self._name}' is "
             "not healthy.",
+            reason=LOST,
         )
 
     def _end(self, why: str) -> None:

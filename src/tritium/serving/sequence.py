@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tritium.backends.base import Timing
 from tritium.backends.config import Direct, ModelConfig, Oldest, SequenceBatching
-from tritium.errors import Code, TritiumError, invalid
+from tritium.errors import LOST, Code, TritiumError, invalid
 from tritium.serving.batch import shape_rule
 from tritium.serving.lane import Executor, Lane
 from tritium.serving.queue import Answer, BatchRule, Job, Order, Phase
@@ -240,7 +240,7 @@ class SequenceBatcher:
             self._lost.add(run.id)
         run.ended = True
         error = TritiumError(
-            Code.UNAVAILABLE, f"sequence {run.id} of model '{self._config.name}' was lost with its instance"
+            Code.UNAVAILABLE, f"sequence {run.id} of model '{self._config.name}' was lost with its instance", reason=LOST
         )
         for job in list(run.jobs):
             self._drop(job, error)

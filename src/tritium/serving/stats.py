@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 from tritium.backends.base import Timing
-from tritium.errors import Code
+from tritium.errors import LOST, Code
 from tritium.observability.metrics import FailureReason, ModelMetrics
 
 # How Triton files failures; a code that is not named here is OTHER.
@@ -141,12 +141,12 @@ class ModelStats:
             self.metrics.durations_us(request=total_ns / 1e3, queue=timing.queue_ns / 1e3)
             self.metrics.cache_hit(timing.cache_ns / 1e3)
 
-    def failed(self, code: Code, total_ns: int, timing: Timing) -> None:
-        """A request ended with an error, ``total_ns`` after its arrival."""
+    def failed(self, code: Code, total_ns: int, timing: Timing, reason: str | None = None) -> None:
+        """A request ended with an error of that code and reason, ``total_ns`` after its arrival."""
         self._executed(timing)
         self.fail.add(total_ns)
         if self.metrics is not None:
-            self.metrics.request_failure(_REASONS.get(code, "OTHER"))
+            self.metrics.request_failure("BACKEND" if reason == LOST else _REASONS.get(code, "OTHER"))
 
     def first_answer(self, ns: int) -> None:
         """The first answer to a request of a decoupled model came that long after its arrival."""
