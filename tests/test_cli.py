@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,10 +15,9 @@ import pytest
 
 from tests.tiny import make_checkpoint
 from tritium import launch
-from tritium.cli import COMMANDS, doctor, main, talk
+from tritium.cli import COMMANDS, main, talk
 from tritium.errors import TritiumError
 from tritium.llm import names
-from tritium.llm.config import EngineConfig
 from tritium.llm.types import SamplingParams
 from tritium.observability.tables import size, table
 from tritium.settings import ServerSettings
@@ -194,34 +192,6 @@ def test_settings_that_do_not_go_together(settings: ServerSettings, said: str) -
 def test_addresses() -> None:
     settings = ServerSettings(model="m", host="::1", metrics_host="0.0.0.0", allow_grpc=False, http_port=0)
     assert launch.addresses(settings) == [("http", "::1", 0), ("metrics", "0.0.0.0", 8002)]
-
-
-# Doctor --------------------------------------------------------------------------------------------------
-
-
-def test_doctor(capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        flags = ["--grpc-port", "0", "--metrics-port", "0"]
-        assert run("doctor", str(tiny), "--http-port", str(port), *flags, "--json") == 1
-    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
-    assert checks["http port"]["status"] == "broken"
-    assert "--http-port" in checks["http port"]["fix"]
-    assert checks["grpc port"]["status"] == "ok"
-    assert checks["torch"]["status"] == "ok"
-    assert checks["model"]["status"] == "ok"
-    assert run("doctor", "--http-port", "0", *flags) == 0
-    assert "python" in capsys.readouterr().out
-
-
-def test_doctor_on_a_model_that_does_not_fit(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(model="", device="cpu", memory_fraction=1.0)
-    monkeypatch.setattr(doctor, "available_memory", lambda: 250_000)
-    (check,) = doctor.fits(str(tiny), config)
-    assert (check.status, check.fix[:12]) == ("warning", "--max-length")
-    monkeypatch.setattr(doctor, "available_memory", lambda: 1000)
-    assert next(iter(doctor.fits(str(tiny), config))).status == "broken"
-    assert next(iter(doctor.fits("nothing", config))).status == "broken"
 
 
 # Chat ----------------------------------------------------------------------------------------------------

@@ -9,20 +9,17 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from tritium.cli import options
-from tritium.cli.catalogue import num_parameters
 from tritium.cli.flags import Parsed
 from tritium.errors import TritiumError, pip_install, python_command
 from tritium.launch import addresses
-from tritium.llm.checkpoint import read_metadata
 from tritium.llm.config import EngineConfig
-from tritium.llm.models.families import resolve
 from tritium.llm.names import NAMED, find_model
 from tritium.observability.tables import size
 from tritium.settings import ServerSettings, environment
@@ -33,7 +30,6 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 SHM_BYTES = 64 << 20
 MEMLOCK_BYTES = 64 << 20
 OPEN_FILES = 4096
-DTYPE_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +89,7 @@ def software() -> Iterable[Check]:
 def processor() -> Iterable[Check]:
     """Vector units and free memory."""
     from tritium.llm.kernels.cpu.binding import cpu_flags
+    from tritium.llm.runner.kv_cache import free_host_bytes
 
     flags = cpu_flags()
     fast = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
@@ -101,22 +98,7 @@ def processor() -> Iterable[Check]:
         yield Check("cpu", "ok", f"{name}: bfloat16 in hardware")
     else:
         yield Check("cpu", "note", f"{name}: no bfloat16 in hardware, float32 is the faster type")
-    yield Check("memory", "ok", f"{size(available_memory())} available")
-
-
-def available_memory() -> int:
-    """Bytes that this process may still take: of the machine, or of its control group where that is less."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used))
+    yield Check("memory", "ok", f"{size(free_host_bytes())} available")
 
 
 def device(config: EngineConfig) -> Iterable[Check]:
@@ -214,30 +196,20 @@ def ports(settings: ServerSettings) -> Iterable[Check]:
 
 
 def fits(name: str, config: EngineConfig) -> Iterable[Check]:
-    """Whether a model and the cache of one longest sequence fit into the device's memory."""
-    import torch
+    """Whether a model fits into memory, and what is left for its cache: the very plan that an engine makes."""
+    from tritium.llm.runner.ranks import plan
 
     try:
-        facts = resolve(read_metadata(find_model(name)))
+        planned = plan(replace(config, model=str(find_model(name))))
     except TritiumError as error:
         yield Check("model", "broken", error.message)
         return
-    width = DTYPE_BYTES[config.dtype]
-    weights = num_parameters(facts) * width
-    per_token = 2 * facts.layers * facts.kv_heads * facts.head_dim * width
-    length = config.max_length or facts.max_positions
-    cuda = config.device != "cpu" and torch.cuda.is_available()
-    memory = torch.cuda.mem_get_info(0)[1] if cuda else available_memory()
-    usable = int(memory * config.memory_fraction)
-    left = usable - weights
+    info, budget = planned.info, planned.info.budget
+    tokens = budget.num_blocks * budget.block_size
     detail = (
-        f"{name}: weights {size(weights)}, KV {size(per_token)} per token; {size(usable)} usable on "
-        f"{'cuda:0' if cuda else 'the CPU'}"
+        f"{name}: {info.dtype} on {info.device} ({info.dtype_reason}); weights {size(budget.weights_bytes)}, "
+        f"activations {size(budget.activations_bytes)}, KV cache {size(budget.kv_bytes)} for {tokens} tokens "
+        f"({size(budget.kv_bytes_per_token)} per token), {size(budget.margin_bytes)} left free; {info.max_length} tokens at "
+        "most in a sequence"
     )
-    if left < per_token * config.block_size:
-        yield Check("model", "broken", detail, "a smaller or quantized model, or more memory")
-    elif left < per_token * length:
-        fix = f"--max-length {left // per_token // config.block_size * config.block_size}"
-        yield Check("model", "warning", f"{detail}; a sequence of {length} tokens does not fit", fix)
-    else:
-        yield Check("model", "ok", f"{detail}: room for {left // per_token} tokens, {length} at most in a sequence")
+    yield Check("model", "warning" if info.notices else "ok", "; ".join([detail, *info.notices]))

@@ -41,6 +41,7 @@ class TransformerConfig:
         window: sliding window in tokens; a query sees that many keys, itself included. None for all.
         tied: the output head is the embedding matrix.
         dtype: type of the stored weights, what ``auto`` follows.
+        quantized: how they are stored where that is no plain type (``Q4_1``, ...): they are dequantized to ``dtype``.
         eos_token_ids: end tokens that the checkpoint names.
     """
 
@@ -65,6 +66,7 @@ class TransformerConfig:
     window_layers: tuple[bool, ...] | None = None
     dtype: DTypeName = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
+    quantized: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,6 +247,17 @@ class MemoryBudget(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     block_size: int
 
 
+class Resolved(msgspec.Struct, array_like=True, gc=False):
+    """What became of a setting that nobody gave.
+
+    Attributes:
+        source: what decided: ``checkpoint``, ``machine``, or both.
+    """
+
+    value: int | str
+    source: str
+
+
 class EngineInfo(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     """What an engine says of itself when it is ready, after a real token.
 
@@ -255,6 +266,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False, kw_only=True):
         max_length: most tokens of prompt and output together.
         startup: seconds by phase (load, warm-up and so on).
         notices: sentences for the operator.
+        resolved: settings that were left open, by the field of ``EngineConfig``.
     """
 
     family: str
@@ -268,6 +280,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     kernels: str
     startup: dict[str, float]
     notices: list[str]
+    resolved: dict[str, Resolved] = {}
 
 
 def to_wire(error: TritiumError) -> WireError:

@@ -239,9 +239,8 @@ class SequenceBatcher:
         if not run.ended:
             self._lost.add(run.id)
         run.ended = True
-        error = TritiumError(
-            Code.UNAVAILABLE, f"sequence {run.id} of model '{self._config.name}' was lost with its instance", reason=LOST
-        )
+        why = f"sequence {run.id} of model '{self._config.name}' was lost with its instance"
+        error = TritiumError(Code.UNAVAILABLE, why, reason=LOST)
         for job in list(run.jobs):
             self._drop(job, error)
         self._close(run)

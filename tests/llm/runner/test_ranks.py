@@ -6,18 +6,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import VOCAB, make_checkpoint
+from tests.tiny_gguf import make_gguf
 from tritium.errors import TritiumError
 from tritium.llm.config import EngineConfig
 from tritium.llm.kernels import ops
 from tritium.llm.runner import ranks
 from tritium.llm.runner.ranks import RankGroup, choose_device, choose_dtype, physical_cores
-from tritium.llm.types import NewRow, RowStep, SamplingParams, ScheduledBatch, StepOutput
+from tritium.llm.types import EngineInfo, NewRow, Resolved, RowStep, SamplingParams, ScheduledBatch, StepOutput
 
 BLOCK = 4
 PROMPTS = [np.random.default_rng(i).integers(0, VOCAB, length).tolist() for i, length in enumerate((1, 5, 16, 23, 40))]
@@ -218,13 +220,65 @@ def test_without_the_library(llama: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_types() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     none: frozenset[str] = frozenset()
-    assert choose_dtype("float16", "float32", cpu) == ("float16", "dtype is set to float16")
+    assert choose_dtype("float16", "float32", cpu) == ("float16", "dtype is set to float16, the checkpoint is float32")
     assert choose_dtype("auto", "float32", cpu, none) == ("float32", "the checkpoint is float32")
     assert choose_dtype("auto", "bfloat16", cuda, none) == ("bfloat16", "the checkpoint is bfloat16")
     name, reason = choose_dtype("auto", "bfloat16", cpu, frozenset({"avx512_bf16"}))
     assert name == "bfloat16" and "has avx512_bf16" in reason
     name, reason = choose_dtype("auto", "bfloat16", cpu, none)
     assert name == "float32" and "lacks amx_bf16 or avx512_bf16" in reason
+    fast = frozenset({"amx_bf16"})
+    assert [
+        choose_dtype("auto", "bfloat16", d, flags, quantized="Q4_1") for d, flags in ((cpu, fast), (cuda, none))
+    ] == [
+        ("bfloat16", "the checkpoint is Q4_1, dequantized to bfloat16: this CPU has amx_bf16"),
+        ("bfloat16", "the checkpoint is Q4_1, dequantized to bfloat16"),
+    ]
+    name, reason = choose_dtype("auto", "bfloat16", cpu, none, quantized="Q4_1")
+    assert name == "float32" and reason.startswith("the checkpoint is Q4_1, dequantized to float32, ")
+    assert choose_dtype("float32", "bfloat16", cpu, quantized="Q4_1")[1].endswith("the checkpoint is Q4_1")
+
+
+@pytest.mark.parametrize("quant", ["F32", "Q8_0", "Q4_1"])
+def test_what_a_file_is_said_to_be(tmp_path: Path, quant: str) -> None:
+    info = loaded_info(make_gguf(tmp_path / "m.gguf", quant=quant))
+    assert info.dtype_reason.startswith(f"the checkpoint is {'float32' if quant == 'F32' else quant}")
+
+
+def loaded_info(path: Path, **changes) -> EngineInfo:
+    return RankGroup(config(path, **changes)).load()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_plan_is_what_comes(tmp_path: Path, dtype: str, tied: bool, family: str) -> None:
+    """The weights are counted before they are loaded; afterwards they are counted one by one."""
+    folder = make_checkpoint(tmp_path / "m", family, tie_word_embeddings=tied, max_position_embeddings=300)
+    group = RankGroup(config(folder, dtype=dtype, num_blocks=20))
+    info = group.load()
+    assert group._runner is not None
+    assert info.budget.weights_bytes == group._runner.model.weights_bytes
+    before = ranks.plan(config(folder, dtype=dtype, num_blocks=20)).info
+    same = ("dtype", "dtype_reason", "device", "max_length", "max_rows", "vocab_size", "family", "resolved")
+    assert [getattr(before, name) for name in same] == [getattr(info, name) for name in same]
+    # What is free changes from moment to moment, and with it the margin alone.
+    assert msgspec.structs.replace(before.budget, margin_bytes=0) == msgspec.structs.replace(
+        info.budget, margin_bytes=0
+    )
+
+
+def test_what_was_left_open(llama: Path) -> None:
+    info = ranks.plan(EngineConfig(model=str(llama))).info
+    assert info.resolved["max_length"] == Resolved(info.max_length, "checkpoint")
+    assert info.resolved["dtype"] == Resolved("float32", "checkpoint")
+    assert info.resolved["num_blocks"] == Resolved(info.budget.num_blocks, "checkpoint, machine")
+    given = config(llama, dtype="bfloat16", num_blocks=4, max_length=9)
+    assert ranks.plan(given).info.resolved == {
+        "kv_cache_bytes": Resolved(4 * BLOCK * info.budget.kv_bytes_per_token // 2, "from num_blocks")
+    }
+    shortened = ranks.plan(config(llama, num_blocks=2)).info
+    assert shortened.resolved["max_length"] == Resolved(2 * BLOCK, "machine")
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ def _check_same(config: TransformerConfig, out: Path) -> None:
         config,
         family=written.family,
         dtype=written.dtype,
+        quantized=None,
         tied=written.tied if head else True,
         # generation_config.json lists every end of an answer, GGUF's own keys only some.
         eos_token_ids=written.eos_token_ids,

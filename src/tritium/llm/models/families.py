@@ -294,7 +294,17 @@ def _from_gguf(metadata: Metadata) -> TransformerConfig:
         window=keys.get("attention.sliding_window") and keys.size("attention.sliding_window"),
         dtype=STORED_DTYPES.get(embedding.dtype, "bfloat16"),
         eos_token_ids=tuple(dict.fromkeys(token_ids(ends))),
+        quantized=_quantized(metadata),
     )
+
+
+def _quantized(metadata: Metadata) -> str | None:
+    """The ggml type that holds most bytes; None where that is a plain type. Files mix types: Q4_1 has Q6_K parts."""
+    total: dict[str, int] = {}
+    for info in metadata.tensors.values():
+        total[info.dtype] = total.get(info.dtype, 0) + info.num_bytes
+    kind = max(total, key=lambda name: total[name])
+    return None if kind in STORED_DTYPES else kind
 
 
 def _gguf_rope(keys: Keys, head_dim: int) -> Rope:

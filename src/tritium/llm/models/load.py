@@ -14,6 +14,7 @@ from tritium.errors import TritiumError, invalid
 from tritium.llm.checkpoint import Checkpoint
 from tritium.llm.config import TransformerConfig
 from tritium.llm.formats import check_values
+from tritium.llm.formats.dense import can_pack
 from tritium.llm.formats.gguf import dequantize, undo_rope_permutation
 from tritium.llm.layers.linear import Target
 from tritium.llm.models import create
@@ -41,6 +42,16 @@ def load(
         TritiumError: a tensor is missing, has another shape, or holds values that are not finite or do not fit
             in ``dtype``; the message names it.
     """
+    config, notices = settle(config, checkpoint)
+    return fill(config, checkpoint, notices, dtype=dtype, device=device, deterministic=deterministic)
+
+
+def settle(config: TransformerConfig, checkpoint: Checkpoint) -> tuple[TransformerConfig, list[str]]:
+    """The architecture that the checkpoint's tensors really have, and sentences for the operator; allocates nothing.
+
+    Raises:
+        TritiumError: a tensor is missing or has another shape; the message names it.
+    """
     table = {name: info.shape for name, info in checkpoint.metadata.tensors.items()}
     gguf = checkpoint.kind == "gguf"
     head = stored_name("head.weight", gguf=gguf)
@@ -51,12 +62,44 @@ def load(
         notices.append(f"'{head}' differs from the embedding that the configuration ties it to; it is used as it is")
         config = replace(config, tied=False)
     check_table(config, table, gguf=gguf)
+    return config, notices
+
+
+def weights_bytes(config: TransformerConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Memory that the weights will take (``Decoder.weights_bytes``), in bytes; nothing is allocated.
+
+    Args:
+        config: as ``settle`` gives it.
+    """
+    # One position stands for all of the rotary table, which is computed, not only allocated.
+    model = create(replace(config, max_positions=1), dtype, torch.device("meta"))
+    table = (config.max_positions - 1) * model.cos_sin_PD.nbytes
+    packed_head = model.embed.num_bytes if config.tied and can_pack(dtype, device) else 0
+    return model.weights_bytes + table + packed_head
+
+
+def fill(
+    config: TransformerConfig,
+    checkpoint: Checkpoint,
+    notices: list[str],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool = False,
+) -> Decoder:
+    """``load`` of an architecture that ``settle`` gave, with its notices.
+
+    Raises:
+        TritiumError: as ``load`` does for values.
+    """
+    gguf = checkpoint.kind == "gguf"
+    head = stored_name("head.weight", gguf=gguf)
     factors = _rope_factors(config, checkpoint) if gguf else None
     model = create(config, dtype, device, deterministic=deterministic, rope_factors=factors)
     targets = {stored_name(name, gguf=gguf): target for name, target in model.targets()}
-    ignored = [name for name in table if name not in targets and not _expected_extra(name, head)]
+    ignored = [name for name in checkpoint.metadata.tensors if name not in targets and not _expected_extra(name, head)]
     if ignored:
-        notices.append(f"{len(ignored)} tensors of the checkpoint are not used: {_some(ignored)}")
+        notices = [*notices, f"{len(ignored)} tensors of the checkpoint are not used: {_some(ignored)}"]
     model.notices += notices
     for notice in notices:
         log.warning("%s", notice)
