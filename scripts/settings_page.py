@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from tritium.cli import COMMANDS, ENGINE, SERVER, options
+from tritium.cli import COMMANDS, ENGINE, SAMPLING, SERVER
 from tritium.cli.flags import Group
 from tritium.settings import NOTICES, VALUE_ALIASES, Setting
 
@@ -33,7 +33,7 @@ SECTIONS: tuple[tuple[str, str, Group], ...] = (
         "defaults of every language model; its `parameters` win ([model-repository.md](model-repository.md)).",
         ENGINE,
     ),
-    ("Sampling", "`chat` and `generate`, whose `--seed` is this one.", Group(options.Sampling)),
+    ("Sampling", "`chat` and `generate`, whose `--seed` is this one.", SAMPLING),
 )
 
 
@@ -69,7 +69,7 @@ def table(group: Group) -> str:
     for setting in group.settings():
         flag = f"`{setting.name.upper()}` (argument)" if setting.name in group.positional else f"`{setting.flag}`"
         spelled = ", ".join(f"`{alias}`" for alias in setting.aliases)
-        meaning = setting.help + _choices(setting)
+        meaning = setting.help.replace("``", "`") + _choices(setting)
         cells = (flag, _default(setting), f"`{setting.env}`", spelled, meaning.replace("|", "\\|"))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -78,7 +78,7 @@ def table(group: Group) -> str:
 def _default(setting: Setting) -> str:
     if setting.default is dataclasses.MISSING:
         return "required"
-    if setting.default is None or setting.default == ():
+    if setting.default in (None, (), ""):
         return "–"
     if isinstance(setting.default, bool):
         return "on" if setting.default else "off"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tritium.cli import COMMANDS, ENGINE, SERVER, known_settings
-from tritium.cli.flags import Group, Parsed, canonical, parse
-from tritium.errors import TritiumError
+from tritium.cli.flags import Group, Parsed, canonical, explained, parse
+from tritium.errors import Code, TritiumError
 from tritium.llm.config import EngineConfig
 from tritium.settings import ALIASES, NOTICES, ServerSettings, below_command_line, read_file, settings_of
 
@@ -73,8 +73,8 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, tex
     ("name", "text", "said"),
     [
         ("a.toml", "http_prot = 1", "unknown setting 'http_prot' (did you mean http_port?)"),
-        ("a.toml", 'http_port = "x"', "http_port: 'x' does not fit"),
-        ("a.toml", "http_port = 70000", "expected int <= 65535"),
+        ("a.toml", 'http_port = "x"', "http_port is 'x', expected a whole number from 0 to 65535"),
+        ("a.toml", "http_port = 70000", "http_port is 70000, expected a whole number from 0 to 65535"),
         ("a.toml", "= 1", "--config"),
         ("a.yaml", "[1, 2]", "expected a table of settings, got list"),
         ("a.yaml", "!!python/object/apply:os.getcwd []", "could not determine a constructor"),
@@ -120,7 +120,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, variable: str, text: str, 
 
 def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITIUM_HTTP_PORT", "many")
-    with pytest.raises(TritiumError, match="TRITIUM_HTTP_PORT: http_port: 'many' does not fit"):
+    with pytest.raises(TritiumError, match="TRITIUM_HTTP_PORT is 'many', expected a whole number from 0 to 65535"):
         serve()
     monkeypatch.delenv("TRITIUM_HTTP_PORT")
     monkeypatch.setenv("TRITIUM_HTTP_PROT", "1")
@@ -156,6 +156,13 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["smollm2"], "model", "smollm2"),
         (["--model", "smollm2"], "model", "smollm2"),
         (["--", "--odd"], "model", "--odd"),
+        (["--served-model-name=a", "--served-model-name=b"], "served_model_name", ("a", "b")),
+        (
+            ["m", "--served-model-name", "a", "b", "--port=9", "--served-model-name", "c"],
+            "served_model_name",
+            tuple("abc"),
+        ),
+        (["--served-model-name", "a", "m"], "served_model_name", ("a",)),
     ],
 )
 def test_spellings(argv: list[str], name: str, value: object) -> None:
@@ -176,13 +183,22 @@ def test_repeated_flag_replaces_the_default_of_other_sources(monkeypatch: pytest
         (["--zzz"], "unknown flag --zzz"),
         (["--http-port"], "--http-port needs a value"),
         (["--http-port", "--grpc-port", "1"], "--http-port needs a value"),
-        (["--http-port", "70000"], "expected int <= 65535"),
-        (["--exit-timeout-secs", "-1"], "expected float >= 0"),
-        (["--threads", "0"], "threads: 0 does not fit: expected int >= 1"),
-        (["--threads", "100000"], "threads: 100000 does not fit: expected int <= 1024"),
-        (["--max-rows", "99999999999"], "max_rows: 99999999999 does not fit: expected int <= 65536"),
-        (["--memory-fraction", "nan"], "memory_fraction: nan does not fit: expected a finite number"),
-        (["--prefix-cache=perhaps"], "prefix_cache: 'perhaps' does not fit"),
+        (["--port", "70000"], "--port is 70000, expected a whole number from 0 to 65535"),
+        (["--exit-timeout-secs", "-1"], "--exit-timeout-secs is -1, expected a number of at least 0"),
+        (["--threads", "0"], "--threads is 0, expected a whole number from 1 to 1024"),
+        (["--threads", "100000"], "--threads is 100000, expected"),
+        (["--max-rows=-3"], "--max-rows is -3, expected a whole number from 1 to 65536"),
+        (["--max-num-seqs=99999999999"], "--max-num-seqs is 99999999999, expected a whole number from 1 to 65536"),
+        (["--block-size=0"], "--block-size is 0, expected a whole number of at least 1"),
+        (["--max-model-len", "1"], "--max-model-len is 1, expected a whole number of at least 2 or none"),
+        (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization is 2, expected a number above 0 and at most 1"),
+        (["--memory-fraction", "nan"], "--memory-fraction is nan, expected a number above 0"),
+        (["--preferred-rows=4", "--preferred-rows=x"], "--preferred-rows is 4, 'x', expected a whole number"),
+        (["--prefix-cache=perhaps"], "--prefix-cache is 'perhaps', expected true or false"),
+        (["--http-port", "x"], "--http-port is 'x', expected a whole number"),
+        (["--dtype", "int3"], "--dtype is 'int3', expected one of auto, float32, float16, bfloat16"),
+        (["a", "b"], "unexpected argument 'b', expected no more than MODEL"),
+        (["--model=a", "b"], "unexpected argument 'b', expected no more than none"),
     ],
 )
 def test_bad_flags(argv: list[str], said: str) -> None:
@@ -191,12 +207,32 @@ def test_bad_flags(argv: list[str], said: str) -> None:
     assert said.lower() in caught.value.message.lower()
 
 
-@pytest.mark.parametrize("argv", [["--http-port", "x"], ["--dtype", "int3"], ["a", "b"]])
-def test_tyro_refuses(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        serve(*argv)
-    assert caught.value.code == 2
-    assert capsys.readouterr().err
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_plain(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(command, COMMANDS[command].summary, COMMANDS[command].groups, ["--help"], known_settings())
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: tritium {command} ")
+    assert shown.isascii() and "``" not in shown and "None" not in shown and "--config FILE" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    settings = [s for group in COMMANDS[command].groups for s in group.settings()]
+    assert [s.name for s in settings if s.flag not in shown and s.name.upper() not in shown] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [("bench", "WORKLOAD is missing, expected one of A,"), ("generate", "PROMPT")]
+)
+def test_what_is_required(command: str, said: str) -> None:
+    with pytest.raises(TritiumError, match=said):
+        parse(command, "", COMMANDS[command].groups, [], known_settings())
+
+
+def test_an_error_names_the_flag_that_was_typed() -> None:
+    parsed = serve("--max-model-len", "9")
+    error = TritiumError(Code.INVALID_ARGUMENT, "max_length is 9, expected 2 to 8")
+    assert explained(error, parsed) == "max_length is 9, expected 2 to 8 (max_length is what --max-model-len gave)"
+    assert explained(error, serve()) == error.message
+    assert explained(TritiumError(Code.INTERNAL, "my_max_length"), parsed) == "my_max_length"
 
 
 @pytest.mark.parametrize("flag", sorted(NOTICES))
@@ -221,9 +257,9 @@ def test_help_names_source_alias_and_default(
     with pytest.raises(SystemExit) as caught:
         serve("--help")
     assert caught.value.code == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "--max-num-seqs" in shown
-    assert "Set by TRITIUM_MAX_ROWS. (default: 7)" in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Also --max-num-seqs, --max-batch-size. Set to 7 by TRITIUM_MAX_ROWS." in shown
+    assert "--block-size INT tokens per KV block. Default: 16." in shown
 
 
 def test_every_setting_has_help() -> None:
@@ -239,8 +275,8 @@ def test_no_command_has_a_name_twice() -> None:
 
 
 def test_canonical_keeps_the_order_of_arguments() -> None:
-    line = canonical(["a", "--port", "1", "b", "-h"], Group(ServerSettings).settings())
-    assert line.tokens == ["a", "--http-port=1", "b", "--help"]
+    line = canonical(["a", "--port", "1", "b", "-h", "--", "--c"], Group(ServerSettings).settings())
+    assert (line.positional, line.values, line.help) == (["a", "b", "--c"], {"http_port": ["1"]}, True)
 
 
 def test_below_command_line_without_anything() -> None:

@@ -10,15 +10,16 @@ from importlib import import_module, metadata
 from typing import cast
 
 from tritium.cli import options
-from tritium.cli.flags import Group, Parsed, parse
+from tritium.cli.flags import Group, Parsed, explained, parse
 from tritium.errors import TritiumError
 from tritium.llm.config import EngineConfig
 from tritium.settings import ServerSettings, nearest
 
-ENGINE = Group(EngineConfig, leave_out=("model",))
+ENGINE = Group(EngineConfig, leave_out=("model",), title="engine options")
 # Where one answer is drawn, --seed is that of the answer (options.Sampling).
-ENGINE_OF_ONE = Group(EngineConfig, leave_out=("model", "seed"))
-SERVER = Group(ServerSettings, positional=("model",))
+ENGINE_OF_ONE = Group(EngineConfig, leave_out=("model", "seed"), title="engine options")
+SAMPLING = Group(options.Sampling, title="sampling options")
+SERVER = Group(ServerSettings, positional=("model",), title="server options")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,14 @@ COMMANDS: dict[str, Command] = {
         "tritium.cli.serve:serve",
     ),
     "chat": Command(
-        "Talk with a model in the terminal. Ctrl-C stops the answer, Ctrl-D or a second Ctrl-C leaves.",
-        (Group(options.Chat, positional=("model",)), Group(options.Sampling), ENGINE_OF_ONE),
+        "Talk with a model in the terminal. Ctrl-C stops an answer; where nothing is being answered, Ctrl-C or Ctrl-D "
+        "leaves.",
+        (Group(options.Chat, positional=("model",)), SAMPLING, ENGINE_OF_ONE),
         "tritium.cli.talk:chat",
     ),
     "generate": Command(
         "Continue a text.",
-        (Group(options.Generate, positional=("prompt",)), Group(options.Sampling), ENGINE_OF_ONE),
+        (Group(options.Generate, positional=("prompt",)), SAMPLING, ENGINE_OF_ONE),
         "tritium.cli.talk:generate",
     ),
     "models": Command(
@@ -63,7 +65,11 @@ COMMANDS: dict[str, Command] = {
     ),
     "doctor": Command(
         "Check this machine: device, memory, kernels, limits, packages, ports.",
-        (Group(options.Doctor, positional=("model",)), Group(ServerSettings, leave_out=("model",)), ENGINE),
+        (
+            Group(options.Doctor, positional=("model",)),
+            Group(ServerSettings, leave_out=("model",), title="server options"),
+            ENGINE,
+        ),
         "tritium.cli.doctor:doctor",
     ),
     "convert": Command(
@@ -94,8 +100,8 @@ def overview() -> str:
             "",
             *lines,
             "",
-            "tritium COMMAND --help shows its options. Every option may also be set by a variable TRITIUM_<OPTION>",
-            "or in a file (--config FILE; TOML, YAML or JSON).",
+            "tritium COMMAND --help shows its options. Each may also be set by the environment variable",
+            "TRITIUM_<OPTION>, or in a file (--config FILE; TOML, YAML or JSON).",
         ]
     )
 
@@ -131,7 +137,7 @@ def _command(name: str, words: list[str]) -> int:
     try:
         parsed = parse(name, command.summary, command.groups, words, known_settings())
     except TritiumError as error:
-        return _complain(error.message, 2)
+        return _complain(f"{error.message}; see tritium {name} --help", 2)
     for notice in parsed.notices:
         print(f"tritium: note: {notice}", file=sys.stderr)
     module, _, function = command.run.partition(":")
@@ -139,7 +145,7 @@ def _command(name: str, words: list[str]) -> int:
     try:
         return run(parsed)
     except TritiumError as error:
-        return _complain(error.message, 1)
+        return _complain(explained(error, parsed), 1)
 
 
 def _complain(message: str, status: int) -> int:

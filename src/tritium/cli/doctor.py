@@ -209,7 +209,7 @@ def fits(name: str, config: EngineConfig) -> Iterable[Check]:
     detail = (
         f"{name}: {info.dtype} on {info.device} ({info.dtype_reason}); weights {size(budget.weights_bytes)}, "
         f"activations {size(budget.activations_bytes)}, KV cache {size(budget.kv_bytes)} for {tokens} tokens "
-        f"({size(budget.kv_bytes_per_token)} per token), {size(budget.margin_bytes)} left free; {info.max_length} tokens at "
-        "most in a sequence"
+        f"({size(budget.kv_bytes_per_token)} per token), {size(budget.margin_bytes)} left free; {info.max_length} "
+        "tokens at most in a sequence"
     )
     yield Check("model", "warning" if info.notices else "ok", "; ".join([detail, *info.notices]))

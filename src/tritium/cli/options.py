@@ -13,7 +13,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are drawn; None leaves it to the model's own defaults.
+    """How answers are drawn; what is not given is left to the model's own defaults.
 
     Attributes:
         max_tokens: most tokens of an answer.
@@ -133,7 +133,7 @@ class Bench:
     Attributes:
         workload: A one stream, 128 tokens in and 128 out; B one prompt of 1024; C 64 requests, 32..256 in and
             out; D 32 requests that share a prefix of 512; E process start to first token; kv use of the KV cache.
-        model: checkpoint folder, GGUF file or installed model name; with URL the name that the server serves.
+        model: checkpoint folder, GGUF file or installed model name; with --url the name that the server serves.
         url: measure this server (its OpenAI route /v1/completions) instead of an engine of our own.
         runs: how often; the median run is reported.
         request_rate: requests per second, in a Poisson process; 0 sends all at once.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tritium.llm.api import LLM
     from tritium.llm.types import SamplingParams
 
-HELP = "/new forgets the conversation, /exit leaves; Ctrl-C stops an answer"
+HELP = "/new forgets the conversation, /exit leaves; Ctrl-C stops an answer, or leaves where there is none"
 
 
 def _open(model: str, parsed: Parsed) -> LLM:

@@ -11,6 +11,8 @@ from tritium.errors import invalid
 
 DTypeName = Literal["auto", "float32", "float16", "bfloat16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +82,14 @@ class EngineConfig:
         block_size: tokens per KV block.
         max_rows: sequences that run at the same time.
         max_tokens_per_step: tokens that one step computes at most; longer prompts are cut in chunks.
-        max_length: most tokens of prompt and output; None for the model's own limit.
+        max_length: most tokens of prompt and output; by default the model's own limit.
         memory_fraction: share of the device's memory that the engine may use (CUDA: of the total;
             CPU: of what is free at start).
-        kv_cache_bytes: bytes of the KV cache; None lets ``memory_fraction`` and the need decide.
+        kv_cache_bytes: bytes of the KV cache; by default ``memory_fraction`` and the need decide.
         num_blocks: exact number of KV blocks; overrides the sizes above.
         prefix_cache: reuse blocks of equal prefixes.
         deterministic: tokens of a request do not depend on what else runs; slower.
-        threads: CPU threads; None for the physical cores.
+        threads: CPU threads; by default the physical cores.
         max_waiting: requests that may wait beyond those that can run; 0 for no limit.
         queue_timeout_us: how long a request may wait, in microseconds; 0 for no limit.
         queue_delay_us: how long an idle engine collects arrivals before its first step, in microseconds.
@@ -99,20 +101,20 @@ class EngineConfig:
     model: str
     dtype: DTypeName = "auto"
     device: DeviceName = "auto"
-    block_size: int = 16
+    block_size: Positive = 16
     max_rows: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 64
-    max_tokens_per_step: int = 512
-    max_length: int | None = None
-    memory_fraction: float = 0.9
-    kv_cache_bytes: int | None = None
-    num_blocks: int | None = None
+    max_tokens_per_step: Positive = 512
+    max_length: Annotated[int, msgspec.Meta(ge=2)] | None = None
+    memory_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
+    kv_cache_bytes: Positive | None = None
+    num_blocks: Positive | None = None
     prefix_cache: bool = True
     deterministic: bool = False
     threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
-    max_waiting: int = 0
-    queue_timeout_us: int = 0
+    max_waiting: Natural = 0
+    queue_timeout_us: Natural = 0
     queue_delay_us: Annotated[int, msgspec.Meta(ge=0, le=60_000_000)] = 0
-    preferred_rows: tuple[int, ...] = field(default=())
+    preferred_rows: tuple[Positive, ...] = field(default=())
     allow_bin: bool = False
     seed: int = 0
 

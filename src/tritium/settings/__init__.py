@@ -17,12 +17,13 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
 
 from tritium.errors import invalid
+from tritium.settings.expect import expected, quoted
 from tritium.settings.server import COMMAS_WITHIN, SECRETS, ServerSettings
 from tritium.settings.spellings import (
     ALIASES,
@@ -30,6 +31,7 @@ from tritium.settings.spellings import (
     NOTICE_WORDS,
     NOTICES,
     NOTICES_WITH_VALUE,
+    SEVERAL,
     VALUE_ALIASES,
 )
 
@@ -39,8 +41,10 @@ __all__ = [
     "NOTICES",
     "NOTICES_WITH_VALUE",
     "NOTICE_WORDS",
+    "SEVERAL",
     "VALUE_ALIASES",
     "ServerSettings",
+    "expected",
 ]
 
 
@@ -61,6 +65,16 @@ class Setting:
     type: Any
     default: Any
     help: str = ""
+
+    @property
+    def metavar(self) -> str:
+        """What stands for its value in a usage line."""
+        kind: Any = self.type
+        while get_origin(kind) is not None and get_origin(kind) is not Literal:
+            kind = get_args(kind)[0]
+        if get_origin(kind) is Literal:
+            return "|".join(map(str, get_args(kind)))
+        return {int: "INT", float: "NUMBER"}.get(kind, "TEXT")
 
     @property
     def flag(self) -> str:
@@ -90,9 +104,13 @@ class Setting:
     def convert(self, value: object, source: str) -> Any:
         """A value of this setting out of text or of what a configuration file held.
 
+        Args:
+            source: how whoever gave it spells the setting (``--port``, ``TRITIUM_HTTP_PORT``, ...), for the error.
+
         Raises:
-            TritiumError: the value is of the wrong type or out of range; names setting, value and source.
+            TritiumError: the value is of the wrong type or out of range.
         """
+        given = value
         if isinstance(value, str):
             separator = ";" if self.name in COMMAS_WITHIN else ","
             value = VALUE_ALIASES.get(self.name, {}).get(value.lower(), value)
@@ -103,11 +121,10 @@ class Setting:
         try:
             found = msgspec.convert(value, self.type, strict=not isinstance(value, str | list))
             if isinstance(found, float) and not math.isfinite(found):
-                raise msgspec.ValidationError("Expected a finite number")
+                raise msgspec.ValidationError("infinite")
             return found
-        except msgspec.ValidationError as error:
-            detail = str(error).replace("`", "")
-            raise invalid(f"{source}: {self.name}: {value!r} does not fit: {detail}", param=self.name) from None
+        except msgspec.ValidationError:
+            raise invalid(f"{source} is {quoted(given)}, expected {expected(self.type)}", param=self.name) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +227,7 @@ def below_command_line(
             if name not in known:
                 raise invalid(f"{config}: unknown setting {name!r}{nearest(name, known)}", param=name)
             if name in by_name:
-                table[name] = Effective(by_name[name].convert(value, str(config)), str(config))
+                table[name] = Effective(by_name[name].convert(value, f"{config}: {name}"), str(config))
     notices: list[str] = []
     for variable, value in sorted(os.environ.items()):
         if not variable.startswith(ENV_PREFIX):

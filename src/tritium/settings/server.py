@@ -29,18 +29,19 @@ class ServerSettings:
         model: checkpoint folder, GGUF file or installed model name to serve, instead of a repository.
         model_repository: folders of models in Triton's layout (``<model>/config.pbtxt``, ``<model>/<version>/``);
             may be repeated.
-        served_model_name: name under which MODEL is served; None for the name of its file or folder.
+        served_model_name: name under which MODEL is served, by default that of its file or folder; may be repeated:
+            the first one is what the server calls it, the others are accepted too.
         host: address to listen on.
         http_port: HTTP: KServe v2 and OpenAI routes; 0 takes a free one.
         grpc_port: gRPC: KServe v2; 0 takes a free one.
         metrics_port: Prometheus metrics (``/metrics``; they are on the HTTP port too); 0 takes a free one.
-        grpc_host: address of gRPC; None for HOST.
-        metrics_host: address of the metrics; None for HOST.
+        grpc_host: address of gRPC; by default that of --host.
+        metrics_host: address of the metrics; by default that of --host.
         allow_http: open the HTTP port.
         allow_grpc: open the gRPC port.
         allow_metrics: open the metrics port.
         model_control_mode: none loads the whole repository at start; poll does too, and follows its files; explicit
-            loads what LOAD_MODEL names and then what clients ask for.
+            loads what --load-model names and then what clients ask for.
         repository_poll_secs: how often mode poll looks at the repository, in seconds.
         load_model: model to load at start in mode explicit; may be repeated, ``*`` is all.
         model_config_name: a model's configuration is ``configs/<this>.pbtxt``, where there is such a file.
@@ -94,7 +95,7 @@ class ServerSettings:
 
     model: str | None = None
     model_repository: tuple[str, ...] = ()
-    served_model_name: str | None = None
+    served_model_name: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 8001

@@ -28,6 +28,9 @@ ALIASES: dict[str, str] = {
     "max-seq-len": "max_length",
 }
 
+# Flags that take all the words behind them, up to the next flag, where MODEL stands before them: so does vLLM.
+SEVERAL = frozenset(("served_model_name",))
+
 # Other projects' spellings of values.
 VALUE_ALIASES: dict[str, dict[str, str]] = {
     "log_format": {"iso8601": "ISO8601"},
