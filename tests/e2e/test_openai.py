@@ -287,8 +287,10 @@ def test_completion_logprobs(client: OpenAI, story: str) -> None:
 
 def test_models(client: OpenAI) -> None:
     listed = client.models.list().data
-    assert [model.id for model in listed] == ["tiny"]
-    assert client.models.retrieve("tiny") == listed[0]
+    assert [(model.id, model.root) for model in listed] == [("tiny", "tiny"), ("org/Tiny", "tiny")]  # type: ignore[attr-defined]
+    assert [client.models.retrieve(model.id) for model in listed] == listed
+    answer = client.completions.create(model="org/Tiny", prompt="Once", max_tokens=2)
+    assert answer.model == "tiny"
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("other")
     assert caught.value.code == "model_not_found"

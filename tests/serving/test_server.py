@@ -120,6 +120,22 @@ async def test_one_checkpoint_without_a_repository(tmp_path: Path):
     assert server.llm_names() == [] and server.engines() == []
 
 
+async def test_one_checkpoint_under_several_names(tmp_path: Path):
+    server = Server.for_model("smol", tmp_path, backend="text", other_names=("org/Smol", "s"))
+    await server.start()
+    assert server.llm_names() == ["smol", "org/Smol", "s"]
+    assert [server.text_model(name).name for name in server.llm_names()] == ["smol"] * 3
+    assert server.model_ready("org/Smol") and server.model_metadata("s").name == "smol"
+    assert [entry.name for entry in server.index()] == ["smol"] and len(server.engines()) == 1
+    asked = request("org/Smol")
+    asked.inputs, asked.outputs = {}, []
+    async with aclosing(server.infer_stream(asked)) as answers:
+        assert [answer.model async for answer in answers] == ["smol"]
+    with pytest.raises(TritiumError, match="unknown model: 'org/smol'"):
+        server.text_model("org/smol")
+    await server.drain(1)
+
+
 async def test_one_checkpoint_that_cannot_be_loaded(tmp_path: Path):
     server = Server.for_model("m", tmp_path, backend="nope")
     await server.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -102,6 +103,20 @@ def find_model(name: str) -> Path:
         f"model {name!r}: expected the path of a checkpoint folder or GGUF file, or one of the names {known}",
         param="model",
     )
+
+
+def served_names(name: str, given: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names under which a model is served; the first one is what the server itself calls it.
+
+    Args:
+        name: as the person typed it. Where it is another spelling of an installed model, such as the name that the
+            model has on a hub, clients may ask for it too. A path is no name: it is nobody's business.
+        given: the names that were chosen; then no others hold.
+    """
+    if given:
+        return tuple(dict.fromkeys(given))
+    typed = () if Path(name).expanduser().exists() or named(name) is None else (name,)
+    return tuple(dict.fromkeys((served_name(name), *typed)))
 
 
 def served_name(name: str) -> str:

@@ -112,6 +112,7 @@ class Server:
         self._watcher = Watcher(self._catalog, self._repository, everything=control != "explicit")
         self._polling: asyncio.Task[None] | None = None
         self._single: Plan | None = None
+        self._other_names: dict[str, str] = {}
         self._started = False
         self._draining = False
 
@@ -124,6 +125,7 @@ class Server:
         backend: str = "tritium",
         max_batch_size: int = 0,
         settings: Mapping[str, object] | None = None,
+        other_names: Sequence[str] = (),
         server_name: str = "tritium",
         strict_readiness: bool = True,
         metrics: Metrics | None = None,
@@ -134,6 +136,7 @@ class Server:
         Args:
             name: what requests call the model.
             max_batch_size: most rows of one inference request; 0 for tensors without a batch dimension.
+            other_names: that requests may call it too; answers, metrics and logs say ``name``.
 
         Raises:
             TritiumError: INVALID_ARGUMENT when ``max_batch_size`` is negative.
@@ -145,6 +148,7 @@ class Server:
         source.backend, source.max_batch_size = backend, max_batch_size
         config = make_config(source, name, name)
         context = LoadContext(name, "1", config, checkpoint=checkpoint, settings=dict(settings or {}))
+        server._other_names = dict.fromkeys(other_names, name)
         server._single = Plan(name, config, (context,), fingerprint="")
         return server
 
@@ -286,8 +290,9 @@ class Server:
         )
 
     def llm_names(self) -> list[str]:
-        """Names of the language models that are served, in order."""
-        return sorted({model.name for model in self._catalog.models() if _is_llm(model)})
+        """Names of the language models that are served, in order; other names of one follow it."""
+        names = sorted({model.name for model in self._catalog.models() if _is_llm(model)})
+        return [n for name in names for n in (name, *(o for o, of in self._other_names.items() if of == name))]
 
     def engines(self) -> list[EngineView]:
         """The engines of all language models that are served."""
@@ -369,7 +374,7 @@ class Server:
         self._catalog.unload(name, unload_dependents)
 
     def _model(self, name: str, version: str) -> Model:
-        return self._catalog.find(name, version)
+        return self._catalog.find(self._other_names.get(name, name), version)
 
     def _refuse_when_draining(self) -> None:
         if self._draining:

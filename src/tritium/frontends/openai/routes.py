@@ -96,11 +96,12 @@ class _Api:
         for name in self._server.llm_names():
             # One that is being unloaded right now is left out.
             with suppress(TritiumError):
-                cards.append(_card(self._text_model(name)))
+                cards.append(_card(name, self._text_model(name)))
         return Response(encode(ModelList(cards)), media_type="application/json")
 
     async def model(self, request: Request) -> Response:
-        card = _card(self._text_model(request.path_params["name"]))
+        name = request.path_params["name"]
+        card = _card(name, self._text_model(name))
         return Response(encode(card), media_type="application/json")
 
     async def _generate(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
@@ -143,7 +144,7 @@ class _Api:
         if given is not None:
             return given
         names = self._server.llm_names()
-        if len(names) != 1:
+        if len({self._text_model(name).name for name in names}) != 1:
             raise invalid(f"model is missing, expected one of {', '.join(names) or '(none is loaded)'}", param="model")
         return names[0]
 
@@ -188,5 +189,5 @@ class EventStream(Response):
             await self._deltas.aclose()
 
 
-def _card(model: TextModel) -> ModelCard:
-    return ModelCard(id=model.name, created=model.created_s, root=model.name, max_model_len=model.max_length)
+def _card(name: str, model: TextModel) -> ModelCard:
+    return ModelCard(id=name, created=model.created_s, root=model.name, max_model_len=model.max_length)
