@@ -74,7 +74,9 @@ def weights_bytes(config: TransformerConfig, dtype: torch.dtype, device: torch.d
     # One position stands for all of the rotary table, which is computed, not only allocated.
     model = create(replace(config, max_positions=1), dtype, torch.device("meta"))
     table = (config.max_positions - 1) * model.cos_sin_PD.nbytes
-    packed_head = model.embed.num_bytes if config.tied and can_pack(dtype, device) else 0
+    # A tied head has memory of its own only where it is packed, which ``DenseHead`` does to float32 alone.
+    packs = config.tied and dtype == torch.float32 and can_pack(dtype, device)
+    packed_head = model.embed.num_bytes if packs else 0
     return model.weights_bytes + table + packed_head
 
 
