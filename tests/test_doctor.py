@@ -14,6 +14,7 @@ from tritium.llm.config import EngineConfig
 from tritium.llm.runner import kv_cache
 from tritium.llm.runner.ranks import RankGroup
 from tritium.observability.tables import size
+from tritium.settings import ServerSettings
 
 FREE = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
 
@@ -40,9 +41,12 @@ def test_doctor(capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_it_says_what_an_engine_says(tiny: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 1 << 30)
-    config = EngineConfig(model="", device="cpu", dtype=dtype, max_rows=3, max_tokens_per_step=40)  # type: ignore[arg-type]
-    (check,) = doctor.fits(str(tiny), config)
-    info = RankGroup(EngineConfig(str(tiny), dtype, "cpu", max_rows=3, max_tokens_per_step=40)).load()  # type: ignore[arg-type]
+    given = {"device": "cpu", "dtype": dtype, "max_rows": 50, "max_tokens_per_step": 40}
+    (check,) = doctor.fits(ServerSettings(model=str(tiny)), given)
+    # As `serve` does it: one token for each running sequence must fit into a step.
+    given["max_tokens_per_step"] = 50
+    info = RankGroup(EngineConfig(str(tiny), **given)).load()  # type: ignore[arg-type]
+    assert check.status == "warning" and "max_tokens_per_step is raised to 50" in check.detail
     budget = info.budget
     parts = (budget.weights_bytes, budget.activations_bytes, budget.kv_bytes, budget.margin_bytes)
     assert all(size(part) in check.detail for part in parts)
@@ -52,10 +56,10 @@ def test_it_says_what_an_engine_says(tiny: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_model_that_does_not_fit(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(model="", device="cpu", memory_fraction=1.0, max_rows=1, max_tokens_per_step=8)
-    (check,) = doctor.fits(str(tiny), EngineConfig(model="", device="cpu", num_blocks=2))
+    settings = ServerSettings(model=str(tiny))
+    (check,) = doctor.fits(settings, {"num_blocks": 2})
     assert check.status == "warning" and "max_length is lowered" in check.detail
     monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 1000)
-    (check,) = doctor.fits(str(tiny), config)
+    (check,) = doctor.fits(settings, {"device": "cpu"})
     assert check.status == "broken" and "the model does not fit" in check.detail
-    assert next(iter(doctor.fits("nothing", config))).status == "broken"
+    assert next(iter(doctor.fits(ServerSettings(model="nothing"), {}))).status == "broken"

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +20,7 @@ import uvloop
 from tritium.errors import Code, TritiumError, invalid
 from tritium.frontends import http
 from tritium.frontends.access import GRPC_PREFIX, Restrictions
+from tritium.frontends.banner import banner, with_facts
 from tritium.frontends.grpc import GrpcFrontend
 from tritium.frontends.grpc_transport import transport
 from tritium.frontends.kserve.shared import Shared, header_pattern
@@ -32,11 +31,11 @@ from tritium.observability.log_settings import LogSettings
 from tritium.observability.machine import Machine
 from tritium.observability.metrics import Metrics, metrics_app
 from tritium.observability.model_metrics import parse_metrics_config
-from tritium.observability.tables import settings_table, size
 from tritium.observability.tracing import Traces, parse_trace_config
 from tritium.serving.cache import parse_cache_config
 from tritium.serving.limiter import parse_rate_limit
-from tritium.serving.server import EngineView, Server
+from tritium.serving.repository import Plan, Repository, single
+from tritium.serving.server import ALL_MODELS, Server
 from tritium.settings import Effective, ServerSettings
 from tritium.settings.parts import groups
 
@@ -44,7 +43,6 @@ _log = logs.get(__name__)
 
 # What listeners get to write their last answers once no request runs any more.
 CLOSE_S = 2.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Listener(Protocol):
@@ -168,8 +166,7 @@ def make_server(
     return Server.for_model(
         name,
         find_model(settings.model),
-        # As in a repository, the batch dimension of tensors goes up to the sequences that run together.
-        max_batch_size=engine.get("max_rows", EngineConfig.__dataclass_fields__["max_rows"].default),
+        max_batch_size=_rows(engine),
         settings=engine,
         other_names=others,
         server_name=settings.server_name,
@@ -177,6 +174,37 @@ def make_server(
         metrics=metrics,
         traces=traces,
     )
+
+
+def _rows(engine: Mapping[str, Any]) -> int:
+    """As in a repository, the batch dimension of tensors goes up to the sequences that run together."""
+    return engine.get("max_rows", EngineConfig.__dataclass_fields__["max_rows"].default)
+
+
+def first_plans(settings: ServerSettings, engine: Mapping[str, Any]) -> Iterator[tuple[str, Plan | TritiumError]]:
+    """By name, what ``make_server``'s server would load at its start, one model after the other, or why it cannot.
+
+    Raises:
+        TritiumError: NOT_FOUND for the model, or a repository that is no folder.
+    """
+    if settings.model is not None:
+        (name, *_), checkpoint = served_names(settings.model, settings.served_model_name), find_model(settings.model)
+        yield name, single(name, checkpoint, backend="tritium", max_batch_size=_rows(engine), settings=engine)
+        return
+    repository = Repository(
+        [Path(folder).expanduser() for folder in settings.model_repository],
+        dict(engine),
+        groups("--backend-config", settings.backend_config),
+        settings.model_config_name,
+        not settings.disable_auto_complete_config,
+    )
+    repository.check()
+    everything = settings.model_control_mode != "explicit" or ALL_MODELS in settings.load_model
+    for name in repository.names() if everything else dict.fromkeys(settings.load_model):
+        try:
+            yield name, repository.plan(name)
+        except TritiumError as error:
+            yield name, error
 
 
 async def _serve(
@@ -207,7 +235,9 @@ async def _serve(
         # What was made while loading lives as long as we do: keep the collector from walking it in every pass.
         gc.collect()
         gc.freeze()
-        print(banner(server, urls, effective, time.monotonic() - begun), flush=True)
+        names = served_names(settings.model, settings.served_model_name) if settings.model is not None else ()
+        in_force = with_facts(effective, urls, names)
+        print(banner(server, urls, in_force, time.monotonic() - begun), flush=True)
         await stop.first.wait()
         _log.info("stopping: requests in flight may finish", timeout_s=settings.exit_timeout_secs)
         drained = await stop.while_running(server.drain(settings.exit_timeout_secs))
@@ -287,49 +317,3 @@ def _refuse_failures(server: Server, settings: ServerSettings) -> None:
     else:
         said = f"{', '.join(failures)}: see above"
     raise TritiumError(Code.UNAVAILABLE, f"cannot load {said}{hint}")
-
-
-def banner(server: Server, urls: Mapping[str, str], effective: Mapping[str, Effective], ready_s: float) -> str:
-    """What an operator wants to see at start: where, what, with which settings, in how much memory; what to try."""
-    names = [entry.name for entry in server.index() if server.model_ready(entry.name)]
-    lines = [f"Tritium {version('tritium')} serves {', '.join(names) or 'no model yet'}, ready in {ready_s:.1f} s", ""]
-    what = {
-        "http": "http://{}  (/v1 OpenAI, /v2 KServe, /metrics)",
-        "grpc": "{}  (KServe v2, health, reflection)",
-        "metrics": "http://{}/metrics",
-    }
-    lines += [f"  {name:<8} {what[name].format(url)}" for name, url in urls.items()]
-    if (host := effective.get("host")) is not None and host.value in LOOPBACK:
-        lines.append("  only this machine can connect; --host 0.0.0.0 listens on every address")
-    lines += [f"  not loaded: {name}: {reason}" for name, reason in server.failures().items()]
-    lines += ["", *(f"  {line}" for line in settings_table(effective).splitlines())]
-    for engine in server.engines():
-        lines += ["", *_budget(engine)]
-    engines = server.engines()
-    if engines and "http" in urls:
-        body = {"model": engines[0].name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
-        lines += ["", "  try:", f"  curl http://{urls['http']}/v1/chat/completions \\"]
-        lines += ["    -H 'Content-Type: application/json' \\", f"    -d '{json.dumps(body)}'"]
-    return "\n".join([*lines, ""])
-
-
-def _budget(engine: EngineView) -> list[str]:
-    info = engine.info
-    budget = info.budget
-    tokens = budget.num_blocks * budget.block_size
-    rows = [
-        ("weights", size(budget.weights_bytes), f"{info.dtype} on {info.device}: {info.dtype_reason}"),
-        ("activations", size(budget.activations_bytes), f"kernels: {info.kernels}"),
-        (
-            "KV cache",
-            size(budget.kv_bytes),
-            f"{size(budget.kv_bytes_per_token)} per token: {tokens} tokens in {budget.num_blocks} blocks of "
-            f"{budget.block_size}; {info.max_length} at most in a sequence, {info.max_rows} sequences at a time",
-        ),
-        ("margin", size(budget.margin_bytes), "left free"),
-    ]
-    phases = ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {s:.2f} s" for name, s in info.startup.items())
-    lines = [f"  memory of {engine.name} (version {engine.version}, {info.family})"]
-    lines += [f"    {name:<12} {value:>10}  {about}" for name, value, about in rows]
-    lines.append(f"    start        {phases}")
-    return lines + [f"    note         {notice}" for notice in info.notices]

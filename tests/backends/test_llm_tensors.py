@@ -55,7 +55,7 @@ class Counting(TextBackend):
     def engine_stats(self) -> list[EngineStats]:
         return []
 
-    def engine_info(self) -> EngineInfo:
+    def engine_infos(self) -> list[EngineInfo]:
         raise NotImplementedError
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta]:

@@ -17,6 +17,7 @@ from tests.e2e.live import LiveServer
 from tritium.bench import Item, engine, load, report
 from tritium.launch import Signals
 from tritium.llm.config import EngineConfig
+from tritium.llm.runner.ranks import physical_cores
 
 
 def tritium(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
@@ -34,6 +35,11 @@ def test_banner(tiny_server: LiveServer) -> None:
     lines = [line.split() for line in shown.splitlines()]
     assert ["dtype", "float32", "command", "line", "(--dtype)"] in lines
     assert ["max_rows", "64", "default"] in lines
+    # What was left open is shown as it was decided, with who decided it.
+    assert ["threads", str(physical_cores()), "machine"] in lines
+    assert ["device", "cpu", "machine"] in lines
+    assert any(line[0] == "max_length" and line[1].isdecimal() and line[2:] == ["checkpoint"] for line in lines if line)
+    assert ["served_model_name", "tiny,", "org/Tiny", "command", "line", "(--served-model-name)"] in lines
     for word in ("weights", "activations", "KV cache", "per token", "margin", "curl http://127.0.0.1"):
         assert word in shown
 

@@ -152,8 +152,8 @@ class Text(TextBackend):
     def engine_stats(self) -> list[EngineStats]:
         return [EngineStats(running=1, blocks_used=1, blocks_total=4)]
 
-    def engine_info(self) -> EngineInfo:
-        return engine_info()
+    def engine_infos(self) -> list[EngineInfo]:
+        return [engine_info()]
 
 
 class Rows:

@@ -15,6 +15,7 @@ from tritium.types import InferRequest, InferResponse
 
 if TYPE_CHECKING:
     from tritium.llm.tokenizer import Tokenizer
+    from tritium.settings import Effective
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,5 +300,13 @@ class TextBackend(Backend):
         """Levels and counters of each engine, always in the same order and number once loaded."""
 
     @abstractmethod
+    def engine_infos(self) -> list[EngineInfo]:
+        """What each engine said of itself when it became ready, in the order of ``engine_stats``."""
+
     def engine_info(self) -> EngineInfo:
-        """What the first engine said of itself when it became ready."""
+        """What the first one said."""
+        return self.engine_infos()[0]
+
+    def engine_settings(self) -> Mapping[str, Effective]:
+        """Settings of this model that are not those of the server as they were given, and by whose word."""
+        return {}

@@ -14,6 +14,7 @@ import msgspec
 
 from tritium.backends.base import LoadContext, TextBackend, Timing
 from tritium.backends.config import ModelConfig
+from tritium.backends.llm_effective import effective, sampling
 from tritium.backends.llm_settings import LlmSettings, read_settings
 from tritium.backends.llm_tensors import TensorForm, complete_tensors
 from tritium.errors import Code, TritiumError, invalid
@@ -21,10 +22,11 @@ from tritium.llm.checkpoint import Metadata, find_checkpoint, read_metadata
 from tritium.llm.client import EngineClient
 from tritium.llm.config import EngineConfig
 from tritium.llm.models.families import resolve
-from tritium.llm.params import is_sampling_field, make_params
+from tritium.llm.params import make_params
 from tritium.llm.tokenizer import load_tokenizer
 from tritium.llm.types import EngineInfo, EngineStats, GenerateRequest, TokenDelta
 from tritium.observability import logs
+from tritium.settings import Effective
 from tritium.types import InferRequest, InferResponse
 
 AFFINITY_TOKENS = 64
@@ -39,6 +41,7 @@ class LlmBackend(TextBackend):
         self._config = context.config
         self._settings: LlmSettings | None = None
         self._form: TensorForm | None = None
+        self._effective: dict[str, Effective] = {}
         self._engines: list[EngineClient] = []
 
     async def complete(self, config: ModelConfig) -> ModelConfig:
@@ -71,6 +74,7 @@ class LlmBackend(TextBackend):
         for engine in self._engines:
             await engine.start()
         info = self.engine_info()
+        self._effective = effective(settings, self._engines[0].config, info, metadata)
         self.max_length = min(e.info.max_length for e in self._engines if e.info is not None)
         if info.device == "cpu" and any(g.device == "gpu" for g in settings.groups):
             settings.notices.append("instance_group asks for KIND_GPU, but there is no CUDA device: it runs on the CPU")
@@ -109,12 +113,16 @@ class LlmBackend(TextBackend):
         """One entry per engine, in a fixed order."""
         return [engine.stats for engine in self._engines]
 
-    def engine_info(self) -> EngineInfo:
-        """What the first engine said when it became ready."""
-        info = self._engines[0].info if self._engines else None
-        if info is None:
+    def engine_infos(self) -> list[EngineInfo]:
+        """What each engine said when it became ready."""
+        infos = [engine.info for engine in self._engines if engine.info is not None]
+        if not infos:
             raise TritiumError(Code.UNAVAILABLE, f"model '{self.context.name}' has no engine")
-        return info
+        return infos
+
+    def engine_settings(self) -> Mapping[str, Effective]:
+        """What the files of the model, its checkpoint and the machine made of the settings."""
+        return self._effective
 
     def _pick(self, tokens: list[int]) -> EngineClient:
         """The least loaded engine that is up; among nearly equal ones, always the same for a prefix."""
@@ -124,6 +132,23 @@ class LlmBackend(TextBackend):
         least = min(engine.load for engine in up)
         close = [engine for engine in up if engine.load <= least + 1]
         return close[hash(tuple(tokens[:AFFINITY_TOKENS])) % len(close)]
+
+
+def plan(context: LoadContext) -> tuple[EngineInfo, dict[str, Effective]]:
+    """What the first engine of a language model would say of itself, and the settings that its model has for it.
+
+    Starts nothing. Imports torch: it is for the command line.
+
+    Raises:
+        TritiumError: the model cannot be loaded.
+    """
+    from tritium.llm.runner import ranks
+
+    settings = read_settings(context, find_checkpoint)
+    engine = placements(settings)[0][0]
+    planned = ranks.plan(engine)
+    planned.info.notices = [*settings.notices, *planned.notices, *planned.info.notices]
+    return planned.info, effective(settings, engine, planned.info, planned.checkpoint.metadata)
 
 
 def placements(settings: LlmSettings) -> list[tuple[EngineConfig, Mapping[str, str]]]:
@@ -174,10 +199,7 @@ def visible_gpus() -> list[str]:
 
 def sampling_defaults(metadata: Metadata, settings: LlmSettings, vocab_size: int) -> Mapping[str, object]:
     """The model's own sampling values: triton_config.json wins over generation_config.json."""
-    generation = metadata.generation_config
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    values: dict[str, object] = {n: generation[n] for n in names if generation.get(n) is not None}
-    values.update({k: v for k, v in settings.sampling.items() if is_sampling_field(k)})
+    values = {name.partition(".")[2]: e.value for name, e in sampling(settings, metadata).items()}
     params = make_params(values, vocab_size=vocab_size)
     return {k: v for k, v in msgspec.structs.asdict(params).items() if v != getattr(_PLAIN, k)}
 

@@ -90,6 +90,7 @@ class LlmSettings:
         exclude_input: whether answers leave the prompt out; None follows the alias.
         groups: where engines run.
         notices: sentences for the operator: what was ignored and why.
+        sources: which file said so, by field of ``engine``; the server's own settings have none here.
     """
 
     alias: Alias
@@ -98,6 +99,7 @@ class LlmSettings:
     exclude_input: bool | None = None
     groups: tuple[InstanceGroup, ...] = ()
     notices: list[str] = field(default_factory=list[str])
+    sources: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def read_settings(context: LoadContext, find_checkpoint: typing.Callable[[Path], Path]) -> LlmSettings:
@@ -117,6 +119,8 @@ def read_settings(context: LoadContext, find_checkpoint: typing.Callable[[Path],
         alias = "tensorrtllm"
     found = LlmSettings(alias, EngineConfig(model=""), groups=config.instances)
     found.engine = replace(found.engine, **{**context.settings, **_batching(config)})
+    if context.version_folder is not None:
+        found.sources = {name: f"config.pbtxt: {_BATCHING[name]}" for name in _batching(config)}
     path = context.checkpoint
     if alias == "vllm" and context.version_folder is not None:
         path = _model_json(found, context.version_folder) or path
@@ -129,11 +133,22 @@ def read_settings(context: LoadContext, find_checkpoint: typing.Callable[[Path],
     found.engine = replace(found.engine, model=str(path))
     if found.engine.max_rows > found.engine.max_tokens_per_step:
         found.engine = replace(found.engine, max_tokens_per_step=found.engine.max_rows)
+        found.sources["max_tokens_per_step"] = "raised to max_rows"
         found.notices.append(
             f"max_tokens_per_step is raised to {found.engine.max_rows}, one token per running sequence"
         )
     found.engine.checked()
     return found
+
+
+# What a setting is called in config.pbtxt.
+_BATCHING = {
+    "max_rows": "max_batch_size",
+    "queue_delay_us": "max_queue_delay_microseconds",
+    "preferred_rows": "preferred_batch_size",
+    "max_waiting": "max_queue_size",
+    "queue_timeout_us": "default_timeout_microseconds",
+}
 
 
 def _batching(config: ModelConfig) -> dict[str, Any]:
@@ -233,6 +248,7 @@ def _set(found: LlmSettings, where: str, name: str, value: Any) -> None:
     if name not in names:
         raise invalid(f"{where} is not known, expected one of {', '.join(names)}", param=name)
     found.engine = replace(found.engine, **{name: _parse(where, value, hints[name])})
+    found.sources[name] = where if where.startswith("model.json") else f"config.pbtxt: {where}"
 
 
 def _parse(where: str, value: Any, kind: Any) -> Any:

@@ -61,7 +61,7 @@ COMMANDS: dict[str, Command] = {
     "config": Command(
         "Print every setting of serve, its value and where it came from.",
         (Group(options.Show), SERVER, ENGINE),
-        "tritium.cli.catalogue:config",
+        "tritium.cli.show:config",
     ),
     "doctor": Command(
         "Check this machine: device, memory, kernels, limits, packages, ports.",

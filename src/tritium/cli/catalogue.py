@@ -1,4 +1,4 @@
-"""``tritium models``, ``config`` and ``convert``: what there is, what holds, and one form out of another."""
+"""``tritium models`` and ``convert``: what there is, and one form out of another."""
 
 from __future__ import annotations
 
@@ -14,18 +14,7 @@ from tritium.llm.checkpoint import find_checkpoint, read_metadata
 from tritium.llm.config import TransformerConfig
 from tritium.llm.models.families import resolve
 from tritium.llm.names import NAMED, find_model
-from tritium.observability.tables import settings_table, size, table
-from tritium.settings import shown
-
-
-def config(parsed: Parsed) -> int:
-    """Prints every setting of ``serve``."""
-    effective = {n: e for n, e in parsed.effective.items() if n != "json"}
-    if parsed.get(options.Show).json:
-        print(json.dumps({n: {"value": shown(n, e.value), "source": e.source} for n, e in effective.items()}, indent=2))
-    else:
-        print(settings_table(effective))
-    return 0
+from tritium.observability.tables import size, table
 
 
 def models(parsed: Parsed) -> int:

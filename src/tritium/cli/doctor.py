@@ -8,19 +8,19 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tritium.cli import options
 from tritium.cli.flags import Parsed
 from tritium.errors import TritiumError, pip_install, python_command
-from tritium.launch import addresses
+from tritium.launch import addresses, first_plans
 from tritium.llm.config import EngineConfig
-from tritium.llm.names import NAMED, find_model
+from tritium.llm.names import NAMED
 from tritium.observability.tables import size
 from tritium.settings import ServerSettings, environment
 
@@ -60,7 +60,7 @@ def doctor(parsed: Parsed) -> int:
         *limits(),
         *extras(),
         *ports(settings),
-        *(fits(asked.model, config) if asked.model is not None else []),
+        *(fits(replace(settings, model=asked.model), parsed.chosen(EngineConfig)) if asked.model is not None else []),
     ]
     if asked.json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
@@ -195,19 +195,26 @@ def ports(settings: ServerSettings) -> Iterable[Check]:
             yield Check(f"{name} port", "ok", f"{host}:{port} is free")
 
 
-def fits(name: str, config: EngineConfig) -> Iterable[Check]:
-    """Whether a model fits into memory, and what is left for its cache: the very plan that an engine makes."""
-    from tritium.llm.runner.ranks import plan
+def fits(settings: ServerSettings, engine: Mapping[str, Any]) -> Iterable[Check]:
+    """Whether a model fits into memory, and what is left for its cache: the very plan that an engine makes.
+
+    Args:
+        engine: engine settings that were given.
+    """
+    from tritium.backends.llm import plan
 
     try:
-        planned = plan(replace(config, model=str(find_model(name))))
+        ((_, found),) = first_plans(replace(settings, model_repository=()), engine)
+        if isinstance(found, TritiumError):
+            raise found
+        info, _ = plan(found.contexts[0])
     except TritiumError as error:
         yield Check("model", "broken", error.message)
         return
-    info, budget = planned.info, planned.info.budget
+    budget = info.budget
     tokens = budget.num_blocks * budget.block_size
     detail = (
-        f"{name}: {info.dtype} on {info.device} ({info.dtype_reason}); weights {size(budget.weights_bytes)}, "
+        f"{settings.model}: {info.dtype} on {info.device} ({info.dtype_reason}); weights {size(budget.weights_bytes)}, "
         f"activations {size(budget.activations_bytes)}, KV cache {size(budget.kv_bytes)} for {tokens} tokens "
         f"({size(budget.kv_bytes_per_token)} per token), {size(budget.margin_bytes)} left free; {info.max_length} "
         "tokens at most in a sequence"

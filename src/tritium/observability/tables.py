@@ -42,7 +42,9 @@ _WIDTH = 60
 
 
 def _shown(value: Any) -> str:
-    if value is None or value == ():
+    if value is None or value in ((), ""):
         return "-"
+    if isinstance(value, bool):
+        return "on" if value else "off"
     text = ", ".join(map(str, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else str(value)
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."

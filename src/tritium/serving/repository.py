@@ -56,6 +56,21 @@ class Plan:
     scratch: Scratch | None = None
 
 
+def single(
+    name: str, checkpoint: Path, *, backend: str, max_batch_size: int, settings: Mapping[str, object] | None = None
+) -> Plan:
+    """The plan of one checkpoint without a repository, as version 1.
+
+    Raises:
+        TritiumError: INVALID_ARGUMENT when ``max_batch_size`` is negative.
+    """
+    source = empty()
+    source.backend, source.max_batch_size = backend, max_batch_size
+    config = make_config(source, name, name)
+    context = LoadContext(name, "1", config, checkpoint=checkpoint, settings=dict(settings or {}))
+    return Plan(name, config, (context,), fingerprint="")
+
+
 @dataclass(slots=True)
 class Repository:
     """One or more folders of models.

@@ -9,7 +9,6 @@ from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import Literal
 
-from tritium.backends.base import LoadContext
 from tritium.backends.config import ModelConfig
 from tritium.errors import Code, TritiumError, invalid
 from tritium.llm.types import GenerateRequest, TokenDelta
@@ -18,11 +17,10 @@ from tritium.observability.metrics import Metrics
 from tritium.observability.tracing import Traces
 from tritium.serving.cache import Cache
 from tritium.serving.catalog import Catalog
-from tritium.serving.config import empty, make_config
 from tritium.serving.instances import Surroundings
 from tritium.serving.limiter import RateLimiter
 from tritium.serving.model import Model, State
-from tritium.serving.repository import Plan, Repository
+from tritium.serving.repository import Plan, Repository, single
 from tritium.serving.services import Services
 from tritium.serving.stats import ModelStats
 from tritium.serving.views import (
@@ -144,12 +142,8 @@ class Server:
         server = cls(
             settings=settings, name=server_name, strict_readiness=strict_readiness, metrics=metrics, traces=traces
         )
-        source = empty()
-        source.backend, source.max_batch_size = backend, max_batch_size
-        config = make_config(source, name, name)
-        context = LoadContext(name, "1", config, checkpoint=checkpoint, settings=dict(settings or {}))
         server._other_names = dict.fromkeys(other_names, name)
-        server._single = Plan(name, config, (context,), fingerprint="")
+        server._single = single(name, checkpoint, backend=backend, max_batch_size=max_batch_size, settings=settings)
         return server
 
     async def start(self) -> None:
@@ -300,7 +294,8 @@ class Server:
         for model in self._catalog.models():
             if _is_llm(model):
                 backend = model.text_backend()
-                found.append(EngineView(model.name, model.version, backend.engine_stats(), backend.engine_info()))
+                stats, infos = backend.engine_stats(), backend.engine_infos()
+                found.append(EngineView(model.name, model.version, stats, infos, backend.engine_settings()))
         return found
 
     def statistics(self, name: str = "", version: str = "") -> list[ModelStats]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tritium.backends.config import ANY, ModelConfig, TensorSpec
@@ -11,6 +11,7 @@ from tritium.llm.types import EngineInfo, EngineStats
 
 if TYPE_CHECKING:
     from tritium.llm.tokenizer import Tokenizer
+    from tritium.settings import Effective
 
 # What Triton 2.51 lists, in its order; clients look features up here.
 EXTENSIONS = (
@@ -106,12 +107,22 @@ class TextModel:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """The engines of a language model: their last statistics, and what the first said at its start."""
+    """The engines of a language model: their last statistics, and what each said at its start.
+
+    Attributes:
+        settings: what the model's files, its checkpoint and the machine made of the server's settings.
+    """
 
     name: str
     version: str
     stats: list[EngineStats]
-    info: EngineInfo
+    infos: list[EngineInfo]
+    settings: Mapping[str, Effective] = field(default_factory=dict[str, "Effective"])
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the first engine said."""
+        return self.infos[0]
 
 
 def in_words(name: str, message: str) -> str:
