@@ -44,11 +44,17 @@ def test_median_run_and_table() -> None:
     sample = Sample(4, 2, [(0.1, 1), (0.2, 1)], 0.2)
     runs = [report.summary([sample], duration) for duration in (3.0, 1.0, 2.0)]
     result = {**report.median_run(runs), "workload": "A", "model_id": "m", "rates": {"decode_tokens_per_s": 10.0}}
+    result["base_url"] = "http://x:1"
     assert result["duration"] == 2.0
     assert result["durations"] == [3.0, 1.0, 2.0]
     shown = report.show(result)
     assert "decode tokens per s" in shown
     assert "time to first token, ms" in shown
+    assert "the server at http://x:1" in shown
+    facts = {"dtype": "bfloat16", "dtype_reason": "why", "device": "cpu", "threads": 2, "kernels": "torch"}
+    shown = report.show({**result, **facts, "prefix_cache": True})
+    assert "\n  bfloat16 on cpu (why), 2 threads, kernels torch, prefix cache on\n" in shown
+    assert report.engine_line({**facts, "threads": None, "kernels": "torch", "prefix_cache": False}).endswith("off")
 
 
 def test_workloads_are_those_that_were_agreed() -> None:

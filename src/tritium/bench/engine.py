@@ -61,6 +61,7 @@ async def run_once(client: EngineClient, items: Sequence[Item], salt: str, limit
         limit: requests in flight at most; 0 for no limit.
     """
     gate = asyncio.Semaphore(limit or len(items))
+    progress(0, len(items))
     begun = time.perf_counter()
     done = 0
 

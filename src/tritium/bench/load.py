@@ -189,6 +189,7 @@ async def run(
         salt: keeps this run from the prefix cache of others, where the server knows ``cache_salt``.
     """
     gate = asyncio.Semaphore(max_concurrency or len(items))
+    progress(0, len(items))
     begun = time.perf_counter()
     done = 0
 

@@ -79,9 +79,20 @@ def median_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**ordered[(len(ordered) - 1) // 2], "durations": [run["duration"] for run in runs]}
 
 
+def engine_line(facts: dict[str, Any]) -> str:
+    """What the figures depend on besides the machine."""
+    parts = [f"{facts['dtype']} on {facts['device']} ({facts['dtype_reason']})"]
+    if facts["threads"] is not None:
+        parts.append(f"{facts['threads']} thread{'' if facts['threads'] == 1 else 's'}")
+    if "kernels" in facts:
+        parts += [f"kernels {facts['kernels']}", f"prefix cache {'on' if facts['prefix_cache'] else 'off'}"]
+    return ", ".join(parts)
+
+
 def show(result: dict[str, Any]) -> str:
     """The figures of a run as a text for the terminal."""
     lines = [f"workload {result['workload']}, {result['model_id']}, median of {len(result['durations'])} run(s)"]
+    lines.append("  " + (engine_line(result) if "dtype" in result else f"the server at {result['base_url']}"))
     rows = [
         ("requests", f"{result['completed']} completed, {result['failed']} failed"),
         ("tokens", f"{result['total_input_tokens']} in, {result['total_output_tokens']} out"),

@@ -18,6 +18,7 @@ from tritium.llm.checkpoint import read_metadata
 from tritium.llm.config import EngineConfig
 from tritium.llm.models.families import resolve
 from tritium.llm.names import find_model
+from tritium.llm.types import EngineInfo
 from tritium.observability import logs
 from tritium.observability.tables import size
 
@@ -26,22 +27,31 @@ BAR = 30
 
 
 class Bar:
-    """Progress of all runs on standard error, in one line, when that is a terminal."""
+    """Progress of all runs on standard error: a bar where that is a terminal, else a line for each run."""
 
     def __init__(self, title: str, runs: int) -> None:
         self._title, self._runs, self._run = title, runs, 1
         self._shown = sys.stderr.isatty()
+        self._begun = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        """A request of the current run has ended."""
+        """So many requests of the current run have ended; 0 at its start."""
+        if not done:
+            self._begun = time.monotonic()
         if self._shown:
             filled = BAR * done // total
             bar = "#" * filled + "." * (BAR - filled)
-            print(f"\r{self._title} run {self._run}/{self._runs} [{bar}] {done}/{total}", end="", file=sys.stderr)
+            print(
+                f"\r{self._title} run {self._run}/{self._runs} [{bar}] {done}/{total}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
         if done == total:
+            took = f"{time.monotonic() - self._begun:.1f} s"
+            said = f"  {took}" if self._shown else f"{self._title} run {self._run}/{self._runs}: {total} done in {took}"
+            print(said, file=sys.stderr, flush=True)
             self._run += 1
-            if self._shown:
-                print(file=sys.stderr, flush=True)
 
 
 def bench(parsed: Parsed) -> int:
@@ -80,15 +90,22 @@ def _workload(asked: options.Bench, parsed: Parsed) -> dict[str, Any]:
         facts |= {"backend": "openai", "base_url": asked.url, "model_id": model}
     else:
         config = parsed.get(EngineConfig, model=str(find_model(asked.model)))
+        print(f"loading {asked.model} ...", file=sys.stderr, flush=True)
         runs, info = asyncio.run(
             engine.measure(config, items, runs=asked.runs, max_concurrency=asked.max_concurrency, progress=bar)
         )
-        facts |= {"backend": "offline", "model_id": asked.model, "dtype": info.dtype, "device": info.device}
+        facts |= {"backend": "offline", "model_id": asked.model, **_engine_facts(config, info)}
         facts |= {"kernels": info.kernels, "prefix_cache": config.prefix_cache}
     result = report.median_run([report.summary(samples, duration) for samples, duration in runs])
     if not result["completed"]:
         raise TritiumError(Code.INTERNAL, f"no request was answered: {'; '.join(result['errors'])}")
     return {**facts, **result, "rates": _rates(name, result)}
+
+
+def _engine_facts(config: EngineConfig, info: EngineInfo) -> dict[str, Any]:
+    """What figures of two engines may only be compared by."""
+    threads = info.resolved["threads"].value if "threads" in info.resolved else config.threads
+    return {"dtype": info.dtype, "dtype_reason": info.dtype_reason, "device": info.device, "threads": threads}
 
 
 async def _server(
@@ -115,25 +132,33 @@ def _rates(name: WorkloadName, result: dict[str, Any]) -> dict[str, float]:
 
 def _start(asked: options.Bench, parsed: Parsed) -> tuple[dict[str, Any], str]:
     """Workload E."""
+    from tritium.llm.runner.ranks import plan
+
     chosen = {n: v for n, v in parsed.chosen(EngineConfig).items() if n != "seed"}
     flags = [_flag(name, value) for name, value in chosen.items() if not isinstance(value, tuple)]
     starts: list[engine.Start] = []
     bar = Bar("workload E", asked.runs)
     for _ in range(asked.runs):
+        bar(0, 1)
         starts.append(engine.start_to_first_token(asked.model, flags))
         bar(1, 1)
     times = sorted(start.first_token_s for start in starts)
     median, peak = times[len(times) // 2], max(start.peak_bytes for start in starts)
+    config = parsed.get(EngineConfig, model=str(find_model(asked.model)))
+    facts = _engine_facts(config, plan(config).info)
     result: dict[str, Any] = {
         "workload": "E",
         "model_id": asked.model,
+        **facts,
         "completed": len(starts),
         "start_to_first_token_s": median,
         "durations": [start.first_token_s for start in starts],
         "peak_bytes": peak,
     }
     shown = ", ".join(f"{t:.2f}" for t in times)
-    return result, f"workload E, {asked.model}: start to first token {median:.2f} s ({shown}), peak memory {size(peak)}"
+    lines = [f"workload E, {asked.model}", f"  {report.engine_line(facts)}"]
+    lines.append(f"  start to first token {median:.2f} s ({shown}), peak memory {size(peak)}")
+    return result, "\n".join(lines)
 
 
 def _flag(name: str, value: object) -> str:
