@@ -11,6 +11,8 @@ import pytest
 
 from tritium.backends import BACKENDS, PLATFORMS, llm_settings, llm_tensors
 from tritium.cli import COMMANDS
+from tritium.llm.models import ARCHITECTURES
+from tritium.llm.models.families import FAMILIES, GGUF_FAMILIES
 from tritium.serving import config_checks
 from tritium.settings import ALIASES, NOTICES
 
@@ -63,10 +65,20 @@ def test_make_targets_are_known(page: Path) -> None:
     assert set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE)) <= targets
 
 
-def test_the_settings_page_is_current() -> None:
-    command = [sys.executable, "scripts/settings_page.py", "--check"]
+@pytest.mark.parametrize("script", ["settings_page", "reference_pages"])
+def test_the_pages_out_of_tables_are_current(script: str) -> None:
+    command = [sys.executable, f"scripts/{script}.py", "--check"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_the_models_page_names_every_architecture() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert set(re.findall(r"^\| `(\w+ForCausalLM)` ", page, re.MULTILINE)) == set(FAMILIES)
+    assert {family.name for family in FAMILIES.values()} == set(ARCHITECTURES)
+    assert all(f"`{name}`" in page for name in GGUF_FAMILIES)
+    # Whoever adds an architecture says which models that is.
+    assert not re.search(r"ForCausalLM` .* \|  \|$", page, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
