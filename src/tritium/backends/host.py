@@ -55,6 +55,9 @@ class Host:
                     take(answer)
             case wire.Result(ask):
                 self._results[ask] = message
+            case wire.Execute(batch, requests):
+                self._open[batch] = len(requests)
+                self._jobs.append(message)
             case _:
                 self._jobs.append(message)
 
@@ -131,12 +134,18 @@ class Host:
 
     def next(self) -> wire.ToHost:
         """The next message for the main thread."""
-        while True:
-            if self._jobs:
-                return self._jobs.popleft()
+        jobs = self._jobs
+        if jobs:
+            # It has waited behind another: perhaps nobody wants it any more.
+            self.pipe.look()
+        while not jobs:
             while self._deferred:
                 self._deferred.popleft()()
-            self.pipe.wait(lambda: bool(self._jobs or self._deferred))
+            self.pipe.wait(self._has_work)
+        return jobs.popleft()
+
+    def _has_work(self) -> bool:
+        return bool(self._jobs or self._deferred)
 
     def run(self) -> int:
         """Serves until told to stop; the exit status."""
@@ -177,8 +186,12 @@ class Host:
     def _execute(self, backend: InstanceBackend, job: wire.Execute) -> None:
         begin = time.monotonic_ns()
         arena, batch = self.pipe.arena, job.batch
+        if self._cancelled and all((batch, index) in self._cancelled for index in range(len(job.requests))):
+            gone = _failure(TritiumError(Code.CANCELLED, "request was cancelled"))
+            answers = [wire.pack_response(index, gone, arena) for index in range(len(job.requests))]
+            self.send(batch, answers, (0, 0, 0), True)
+            return
         requests = [wire.unpack_request(request, arena, begin) for request in job.requests]
-        self._open[batch] = len(requests)
         send = _Send(self, batch, begin, time.monotonic_ns())
         answers: Sequence[InferResponse | None] | None
         try:

@@ -18,7 +18,8 @@ from tritium.backends.base import Timing
 from tritium.backends.config import Direct, ModelConfig, Oldest, SequenceBatching
 from tritium.errors import Code, TritiumError, invalid
 from tritium.serving.batch import shape_rule
-from tritium.serving.lane import Executor, Lane
+from tritium.serving.executor import Executor
+from tritium.serving.lane import Lane
 from tritium.serving.queue import Answer, BatchRule, Job, Order, Phase
 from tritium.serving.slots import Lost, Run, Slot, check_sequence
 from tritium.serving.state import Teller
