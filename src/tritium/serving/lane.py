@@ -269,7 +269,19 @@ class _Batch:
         seen: jobs that have had an answer; kept only where a job may run again.
     """
 
-    __slots__ = ("_config", "_joined", "_requests", "_rows", "begun", "counted", "jobs", "lane", "open", "running", "seen")
+    __slots__ = (
+        "_config",
+        "_joined",
+        "_requests",
+        "_rows",
+        "begun",
+        "counted",
+        "jobs",
+        "lane",
+        "open",
+        "running",
+        "seen",
+    )
 
     def __init__(
         self,

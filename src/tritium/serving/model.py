@@ -362,7 +362,7 @@ class Model:
         if self._metrics is None:
             return
         text = isinstance(backend, TextBackend)
-        self.stats.metrics = self._metrics.add_model(
+        metrics = self._metrics.add_model(
             self.name,
             self.version,
             "llm" if text else "model",
@@ -370,9 +370,10 @@ class Model:
             cached=self.config.source.response_cache.enable,
             decoupled=self.config.decoupled,
         )
+        self.stats.attach(metrics)
         if isinstance(backend, TextBackend):
             for index in range(len(backend.engine_stats())):
-                self.stats.metrics.watch(lambda index=index: backend.engine_stats()[index])
+                metrics.watch(lambda index=index: backend.engine_stats()[index])
 
 
 async def _unload_quietly(backend: Backend, name: str) -> None:
