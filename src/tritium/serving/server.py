@@ -106,8 +106,6 @@ class Server:
         services = Services(self.infer_stream, self.load, self.unload, self.model_ready, metrics)
         if cache is not None and metrics is not None:
             metrics.watch_cache(lambda: cache.stats)
-        if cache is not None and metrics is not None:
-            metrics.watch_cache(lambda: cache.stats)
         surroundings = Surroundings(services, rate_limiter or RateLimiter(), cache)
         self._catalog = Catalog(self._repository, metrics, load_limit, surroundings)
         self._watcher = Watcher(self._catalog, self._repository, everything=control != "explicit")
@@ -239,6 +237,15 @@ class Server:
         """
         self._refuse_when_draining()
         return await self._model(request.model, request.version).infer(request)
+
+    def model(self, name: str, version: str = "") -> Model:
+        """The version of a model that answers, for front ends that ``submit`` to it.
+
+        Raises:
+            TritiumError: as ``infer`` does for the model.
+        """
+        self._refuse_when_draining()
+        return self._model(name, version)
 
     async def infer_stream(self, request: InferRequest) -> AsyncGenerator[InferResponse]:
         """Answers a request; the last answer, and only that, is ``final``. Closing the iterator cancels.
