@@ -42,6 +42,10 @@ class Host:
 
     def _take(self, message: wire.ToHost) -> None:
         """Runs in whatever thread reads."""
+        if type(message) is wire.Execute:
+            self._open[message.batch] = len(message.requests)
+            self._jobs.append(message)
+            return
         match message:
             case wire.Cancel(batch, index):
                 if batch in self._open:
@@ -55,9 +59,6 @@ class Host:
                     take(answer)
             case wire.Result(ask):
                 self._results[ask] = message
-            case wire.Execute(batch, requests):
-                self._open[batch] = len(requests)
-                self._jobs.append(message)
             case _:
                 self._jobs.append(message)
 
@@ -112,13 +113,15 @@ class Host:
             times: of the execution up to now.
         """
         with self.pipe.sending:
-            ended = [r.index for r in responses if r.final or r.rescheduled]
-            left = self._open.pop(batch, 0) - len(ended)
+            left = self._open.pop(batch, 0)
+            for response in responses:
+                if response.final or response.rescheduled:
+                    left -= 1
+                    if self._cancelled:
+                        self._cancelled.discard((batch, response.index))
             if left > 0:
                 self._open[batch] = left
-            for index in ended:
-                self._cancelled.discard((batch, index))
-            known = times if returned or not left else None
+            known = times if returned or left <= 0 else None
             self.pipe.send(wire.Replies(batch, responses, known, returned))
 
     def cancelled(self, batch: int, index: int) -> bool:
