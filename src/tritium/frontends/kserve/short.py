@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 
@@ -20,17 +20,15 @@ from tritium.backends.config import ModelConfig
 from tritium.errors import TritiumError
 from tritium.frontends.asgi import JSON, TEXT, error_headers
 from tritium.frontends.kserve import codings, json_codec
+from tritium.frontends.kserve.forms import MAX_KEPT, Form, form_of
 from tritium.frontends.kserve.generate import write_error
 from tritium.frontends.kserve.json_codec import HttpInfer
 from tritium.frontends.kserve.shared import Shared
-from tritium.serving.request_checks import check_request
-from tritium.types import DType, InferRequest, InferResponse, RequestedOutput, Tensor
+from tritium.types import InferResponse
 
 if TYPE_CHECKING:
     from tritium.serving.server import Server
 
-# What is kept of each kind; when there are more, all are forgotten, since then they are not alike.
-MAX_KEPT = 512
 MAX_HEAD_BYTES = 4 << 10
 MAX_JSON_BYTES = 4 << 10
 
@@ -93,54 +91,20 @@ def read_head(head: bytes) -> Head | None:
     )
 
 
-class Form:
-    """What requests with the same JSON have in common.
-
-    Attributes:
-        config: of the model when the form was checked; requests for another one are checked anew.
-        rows: inferences in a request; 0 where its content decides whether it fits.
-        inputs: name, type, shape, and where the bytes begin and end behind the JSON.
-        answers: JSON and head of an answer, by its outputs.
-    """
-
-    __slots__ = ("answers", "asked", "config", "inputs", "outputs", "rows", "size")
-
-    def __init__(self, asked: HttpInfer, config: ModelConfig, rows: int) -> None:
-        self.config = config
-        self.rows = rows
-        self.outputs = asked.request.outputs
-        self.asked = asked
-        self.answers: dict[Any, tuple[bytes, bytes]] = {}
-        inputs: list[tuple[str, DType, tuple[int, ...], int, int]] = []
-        at = 0
-        for tensor in asked.request.inputs.values():
-            inputs.append((tensor.name, tensor.dtype, tensor.shape, at, at + tensor.data.nbytes))
-            at += tensor.data.nbytes
-        self.inputs = inputs
-        self.size = at
-
-    def request(self, model: str, version: str, data: memoryview, arrived_ns: int) -> InferRequest:
-        """A request of this form; ``data`` is what lies behind its JSON."""
-        inputs = {name: Tensor(name, dtype, shape, data[begin:end]) for name, dtype, shape, begin, end in self.inputs}
-        return InferRequest(model, version, "", inputs, self.outputs, arrived_ns)
-
-
-def form_of(text: bytes, asked: HttpInfer, config: ModelConfig) -> Form | None:
+def _form(text: bytes, asked: HttpInfer, config: ModelConfig) -> Form | None:
     """The form of a request that was read; None when other requests with the same JSON may differ from it.
 
     Raises:
         TritiumError: it does not fit the model.
     """
-    request = asked.request
-    if request != InferRequest(request.model, request.version, "", request.inputs, request.outputs, request.arrived_ns):
-        return None  # it has an id, parameters or a sequence
-    if any(output != RequestedOutput(output.name, binary=output.binary) for output in request.outputs):
-        return None
-    for entry in orjson.loads(text)["inputs"]:
+    begins: list[int] = []
+    at = 0
+    for entry, tensor in zip(orjson.loads(text)["inputs"], asked.request.inputs.values(), strict=True):
         if "binary_data_size" not in entry.get("parameters", {}):
             return None
-    rows = check_request(config, request)
-    return Form(asked, config, 0 if any(t.dtype is DType.BYTES for t in request.inputs.values()) else rows)
+        begins.append(at)
+        at += tensor.data.nbytes
+    return form_of(asked, config, begins)
 
 
 class Pending(NamedTuple):
@@ -171,7 +135,7 @@ class ShortInfer:
         self._regions = shared.regions
         self._max_body_bytes = max_body_bytes
         self._heads: dict[bytes, Head | None] = {}
-        self._forms: dict[tuple[str, str, bytes], Form] = {}
+        self._forms: dict[tuple[str, str, int, bytes], Form] = {}
         # The operator wants something of headers.
         self.closed = bool(shared.http_access) or shared.http_headers is not None
 
@@ -209,21 +173,21 @@ class ShortInfer:
         form = None
         size = int(json_size) if json_size is not None and json_size.isdigit() else 0
         if 0 < size <= min(len(body), MAX_JSON_BYTES):
-            key = (name, version, bytes(body[:size]))
+            key = (name, version, len(body), bytes(body[:size]))
             form = self._forms.get(key)
             if form is None or form.config is not config:
                 form = self._new_form(key, body, head, config, arrived_ns)
-            if form is not None and form.size + size == len(body):
+            if form is not None:
                 request = form.request(name, version, body[size:], arrived_ns)
                 return model.submit(request, partial(done, Pending(config, None, form)), form.rows)
         asked = json_codec.read(body, json_size, config, name, version, arrived_ns, self._regions)
         return model.submit(asked.request, partial(done, Pending(config, asked, None)))
 
     def _new_form(
-        self, key: tuple[str, str, bytes], body: memoryview, head: Head, config: ModelConfig, arrived_ns: int
+        self, key: tuple[str, str, int, bytes], body: memoryview, head: Head, config: ModelConfig, arrived_ns: int
     ) -> Form | None:
         asked = json_codec.read(body, head.json_size, config, head.name, head.version, arrived_ns, self._regions)
-        form = form_of(key[2], asked, config)
+        form = _form(key[3], asked, config)
         if form is not None:
             if len(self._forms) >= MAX_KEPT:
                 self._forms.clear()
@@ -251,9 +215,7 @@ def write(pending: Pending, answer: InferResponse | TritiumError) -> Answer:
             parts, json_size = json_codec.write(form.asked, answer, pending.config)
             head = _head(parts, json_size)
             if len(parts) == 1 + sum(t.data.nbytes > 0 for t in answer.outputs):
-                if len(form.answers) >= MAX_KEPT:
-                    form.answers.clear()
-                form.answers[key] = head, bytes(parts[0])
+                form.keep(key, (head, bytes(parts[0])))
             return 200, head, parts
     except TritiumError as error:
         return write_refusal(error, TEXT)
