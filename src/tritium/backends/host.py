@@ -191,8 +191,8 @@ class Host:
         arena, batch = self.pipe.arena, job.batch
         if self._cancelled and all((batch, index) in self._cancelled for index in range(len(job.requests))):
             gone = _failure(TritiumError(Code.CANCELLED, "request was cancelled"))
-            answers = [wire.pack_response(index, gone, arena) for index in range(len(job.requests))]
-            self.send(batch, answers, (0, 0, 0), True)
+            refusals = [wire.pack_response(index, gone, arena) for index in range(len(job.requests))]
+            self.send(batch, refusals, (0, 0, 0), True)
             return
         requests = [wire.unpack_request(request, arena, begin) for request in job.requests]
         send = _Send(self, batch, begin, time.monotonic_ns())

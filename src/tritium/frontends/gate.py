@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from tritium.errors import TritiumError
+from tritium.errors import Code, TritiumError
 from tritium.frontends.asgi import too_slow
 from tritium.frontends.connection import Connection
 from tritium.frontends.kserve.short import Head, Pending, ShortInfer, write, write_refusal
+from tritium.observability import logs
 from tritium.types import InferResponse
+
+_log = logs.get(__name__)
 
 # Where bytes arrive that belong to no body yet; one for all connections, as each takes them out at once.
 _SCRATCH = bytearray(256 << 10)
@@ -161,7 +164,11 @@ class Gate(asyncio.BufferedProtocol):
             return
         self._running = False
         self._cancel = None
-        status, head, parts = write(pending, answer)
+        try:
+            status, head, parts = write(pending, answer)
+        except Exception as error:
+            _log.error("an answer cannot be written", error=error, exc_info=error)
+            status, head, parts = write_refusal(TritiumError(Code.INTERNAL, "internal error"))
         self._send(status, head, parts)
         if self._closing:
             self._transport.close()

@@ -98,9 +98,8 @@ class SequenceBatcher:
     async def stop(self) -> None:
         """Ends every request with an UNAVAILABLE error; takes no more."""
         self._stopped = True
-        for timer in (self._timer, self._reaper):
-            if timer is not None:
-                timer.cancel()
+        for timer in filter(None, (self._timer, self._reaper)):
+            timer.cancel()
         error = TritiumError(Code.UNAVAILABLE, f"model '{self._config.name}' was unloaded")
         for job in [job for job in self._jobs if job.phase is Phase.WAITING]:
             self._drop(job, error)
