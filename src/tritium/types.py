@@ -158,8 +158,10 @@ class Tensor:
             dtype = _DTYPE.get(array.dtype, DType.BYTES)
         if dtype is DType.BYTES:
             return cls.from_strings(name, [_as_bytes(x) for x in array.reshape(-1).tolist()], array.shape)
-        flat = np.ascontiguousarray(array)
-        return cls(name, dtype, tuple(array.shape), flat.reshape(-1).view(np.uint8).data)
+        if not array.flags.c_contiguous or not array.size:
+            array = np.ascontiguousarray(array)
+            return cls(name, dtype, tuple(array.shape), array.reshape(-1).view(np.uint8).data)
+        return cls(name, dtype, array.shape, array.data.cast("B"))
 
     @classmethod
     def from_strings(cls, name: str, strings: list[bytes], shape: tuple[int, ...] | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from tritium.backends.base import Timing
 from tritium.backends.config import ModelConfig
 from tritium.errors import Code, TritiumError
 from tritium.serving.config import make_config, parse_text
-from tritium.serving.instance import Reply, Times
+from tritium.serving.execution import Execution, Listener, Reply, Times
 from tritium.serving.stats import ModelStats
 from tritium.types import InferRequest, InferResponse, SequenceRef, Tensor
 
@@ -26,42 +26,29 @@ class Running:
         self.requests = requests
         self.times: Times | None = None
         self.cancelled: set[int] = set()
-        self._replies: list[Reply] = []
-        self._open = set(range(len(requests)))
-        self._change = asyncio.Event()
-        self._died: TritiumError | None = None
+        self._execution = Execution(len(requests), self.cancelled.add)
+
+    @property
+    def returned(self) -> bool:
+        return self._execution.returned
+
+    def listen(self, listener: Listener) -> None:
+        self._execution.listen(listener)
 
     def reply(self, index: int, response: InferResponse, failed: bool = False) -> None:
-        if response.final:
-            self._open.discard(index)
-        self._replies.append(Reply(index, response, failed=failed))
-        self._change.set()
+        self._execution.put([Reply(index, response, failed=failed)], None, False)
 
     def reschedule(self, index: int) -> None:
-        self._open.discard(index)
-        self._replies.append(Reply(index, None, rescheduled=True))
-        self._change.set()
+        self._execution.put([Reply(index, None, rescheduled=True)], None, False)
 
-    def die(self) -> None:
-        self._died = TritiumError(Code.UNAVAILABLE, "the process died")
-        self._change.set()
+    def end(self) -> None:
+        self._execution.put([], None, True)
 
-    async def some(self) -> list[Reply]:
-        while not self._replies:
-            if self._died is not None:
-                raise self._died
-            if not self._open:
-                return []
-            self._change.clear()
-            await self._change.wait()
-        found, self._replies = self._replies, []
-        return found
+    def die(self, started: bool = True) -> None:
+        self._execution.fail(TritiumError(Code.UNAVAILABLE, "the process died"), started)
 
     def cancel(self, index: int) -> None:
-        self.cancelled.add(index)
-
-    async def aclose(self) -> None:
-        self._open.clear()
+        self._execution.cancel(index)
 
 
 class Executor:
@@ -70,51 +57,71 @@ class Executor:
     def __init__(self, model: Model, name: str = "m_0") -> None:
         self.name = name
         self.life = 1
+        self.on_free: Callable[[], None] | None = None
         self.log: list[list[InferRequest]] = []
         self.running: list[Running] = []
         self.up = True
-        self.busy = False
         self._model = model
-        self._free = asyncio.Event()
-        self._free.set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._line: list[Running] = []
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> bool:
         return self.up
 
-    async def free(self) -> None:
-        await self._free.wait()
+    @property
+    def busy(self) -> bool:
+        return bool(self._line)
 
-    def execute(self, requests: Sequence[InferRequest]) -> Running:
-        assert not self.busy, "a batch for an instance that is busy"
+    @property
+    def idle(self) -> bool:
+        return self.up and not self.busy
+
+    def execute(self, requests: Sequence[InferRequest], *, ahead: bool = False) -> Running:
+        assert ahead or not self.busy, "a batch for an instance that is busy"
         if not self.up:
             raise TritiumError(Code.UNAVAILABLE, "not up")
-        self.busy = True
-        self._free.clear()
-        self.log.append(list(requests))
         running = Running(requests)
         self.running.append(running)
-        task = asyncio.get_running_loop().create_task(self._run(running))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._line.append(running)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
         return running
 
     def kill(self) -> None:
         """The process dies, and is there again at once."""
         self.life += 1
-        for running in self.running:
-            running.die()
-        for task in self._tasks:
-            task.cancel()
+        inside, self._line = self._line, []
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        waiting = set(inside[1:])
+        for running in reversed(self.running):
+            running.die(running not in waiting)
+        self.running.clear()
+        asyncio.get_running_loop().call_soon(self._say_free)
 
-    async def _run(self, running: Running) -> None:
-        try:
-            await self._model(running.requests, running)
-            running.times = Times(10, 20, 30)
-        finally:
-            self.busy = False
-            self._free.set()
+    def _say_free(self) -> None:
+        if self.on_free is not None:
+            self.on_free()
+
+    async def _run(self) -> None:
+        while self._line:
+            running = self._line[0]
+            try:
+                if len(running.cancelled) < len(running.requests):
+                    self.log.append(list(running.requests))
+                    await self._model(running.requests, running)
+                else:
+                    for index in running.cancelled:
+                        running.reply(index, InferResponse("", "", ""))
+            finally:
+                running.times = Times(10, 20, 30)
+                if running in self._line:
+                    self._line.remove(running)
+                    running.end()
+            self._say_free()
+        self._task = None
 
 
 async def echo(requests: Sequence[InferRequest], running: Running) -> None:

@@ -200,12 +200,12 @@ async def test_an_instance_that_is_not_there_keeps_requests_waiting():
     executor = Executor(echo)
     made = await batcher(executor)
     executor.up = False
-    executor._free.clear()
     task = asyncio.create_task(ask(made, request()))
     await asyncio.sleep(0.01)
     assert made.pending == 1
     executor.up = True
-    executor._free.set()
+    assert executor.on_free is not None
+    executor.on_free()
     assert len(await task) == 1
     await made.stop()
 

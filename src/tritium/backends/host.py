@@ -42,6 +42,10 @@ class Host:
 
     def _take(self, message: wire.ToHost) -> None:
         """Runs in whatever thread reads."""
+        if type(message) is wire.Execute:
+            self._open[message.batch] = len(message.requests)
+            self._jobs.append(message)
+            return
         match message:
             case wire.Cancel(batch, index):
                 if batch in self._open:
@@ -109,13 +113,15 @@ class Host:
             times: of the execution up to now.
         """
         with self.pipe.sending:
-            ended = [r.index for r in responses if r.final or r.rescheduled]
-            left = self._open.pop(batch, 0) - len(ended)
+            left = self._open.pop(batch, 0)
+            for response in responses:
+                if response.final or response.rescheduled:
+                    left -= 1
+                    if self._cancelled:
+                        self._cancelled.discard((batch, response.index))
             if left > 0:
                 self._open[batch] = left
-            for index in ended:
-                self._cancelled.discard((batch, index))
-            known = times if returned or not left else None
+            known = times if returned or left <= 0 else None
             self.pipe.send(wire.Replies(batch, responses, known, returned))
 
     def cancelled(self, batch: int, index: int) -> bool:
@@ -131,12 +137,18 @@ class Host:
 
     def next(self) -> wire.ToHost:
         """The next message for the main thread."""
-        while True:
-            if self._jobs:
-                return self._jobs.popleft()
+        jobs = self._jobs
+        if jobs:
+            # It has waited behind another: perhaps nobody wants it any more.
+            self.pipe.look()
+        while not jobs:
             while self._deferred:
                 self._deferred.popleft()()
-            self.pipe.wait(lambda: bool(self._jobs or self._deferred))
+            self.pipe.wait(self._has_work)
+        return jobs.popleft()
+
+    def _has_work(self) -> bool:
+        return bool(self._jobs or self._deferred)
 
     def run(self) -> int:
         """Serves until told to stop; the exit status."""
@@ -177,8 +189,12 @@ class Host:
     def _execute(self, backend: InstanceBackend, job: wire.Execute) -> None:
         begin = time.monotonic_ns()
         arena, batch = self.pipe.arena, job.batch
+        if self._cancelled and all((batch, index) in self._cancelled for index in range(len(job.requests))):
+            gone = _failure(TritiumError(Code.CANCELLED, "request was cancelled"))
+            refusals = [wire.pack_response(index, gone, arena) for index in range(len(job.requests))]
+            self.send(batch, refusals, (0, 0, 0), True)
+            return
         requests = [wire.unpack_request(request, arena, begin) for request in job.requests]
-        self._open[batch] = len(requests)
         send = _Send(self, batch, begin, time.monotonic_ns())
         answers: Sequence[InferResponse | None] | None
         try:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tritium.backends.pb_request import InferenceRequest, Open
 
 DEFAULT_FILE = "model.py"
+# TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+_RESCHEDULE = 2
 
 
 class PythonBackend(InstanceBackend):
@@ -38,13 +40,15 @@ class PythonBackend(InstanceBackend):
         self._wanted: frozenset[str] = frozenset()
         self._states: frozenset[str] = frozenset()
         self._loop: Any = None
+        self._types: Any = None
 
     def connect(self, server: Host) -> None:  # type: ignore[override]
         """Gives ``pb_utils`` the way to the server."""
         # Imported here: the front end knows this module too, but needs nothing of that.
-        from tritium.backends import pb_server
+        from tritium.backends import pb_request, pb_server
 
         self._host = server
+        self._types = pb_request
         pb_server.connect(server)
 
     # -- life -----------------------------------------------------------------------------------------------
@@ -134,8 +138,7 @@ class PythonBackend(InstanceBackend):
 
     def execute(self, requests: Sequence[InferRequest], send: Send) -> Sequence[InferResponse | None] | None:
         """Gives the batch to the model's ``execute``."""
-        from tritium.backends.pb_request import InferenceRequest, Open
-
+        request_type, open_type = self._types.InferenceRequest, self._types.Open
         outputs, lost = self._outputs, self._lost
         opened: list[Open] = []
         batch: list[InferenceRequest] = []
@@ -143,9 +146,9 @@ class PythonBackend(InstanceBackend):
             wanted = self._wanted
             if request.outputs:
                 wanted = self._states.union(output.name for output in request.outputs)
-            one = Open(index, send, self._decoupled, wanted, lost)
+            one = open_type(index, send, self._decoupled, wanted, lost)
             opened.append(one)
-            batch.append(InferenceRequest.received(request, one, outputs))
+            batch.append(request_type.received(request, one, outputs))
         try:
             if not hasattr(self._model, "execute"):
                 raise TritiumError(Code.INTERNAL, f"Python model {self._file()} does not implement `execute` method.")
@@ -189,15 +192,12 @@ class PythonBackend(InstanceBackend):
         return answers
 
     def _answer(self, opened: Open, item: Any) -> InferResponse:
-        from tritium.backends.pb_request import InferenceResponse
-        from tritium.backends.pb_types import TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
-
-        if opened.release == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
+        if opened.release == _RESCHEDULE:
             raise _Wrong(
                 "Expected a None object in the execute function return list for reschduled request, found type "
                 f"'{type(item)}'."
             )
-        if not isinstance(item, InferenceResponse):
+        if not isinstance(item, self._types.InferenceResponse):
             raise _Wrong(
                 "Expected an 'InferenceResponse' object in the execute function return list, found type "
                 f"'{type(item)}'."
@@ -208,12 +208,10 @@ class PythonBackend(InstanceBackend):
 
     def _settle(self, opened: Sequence[Open]) -> None:
         """Requests without an answer are rescheduled, or answered later, or never: those are told so."""
-        from tritium.backends.pb_types import TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
-
         for one in opened:
             if one.closed:
                 continue
-            if one.release == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
+            if one.release == _RESCHEDULE:
                 one.closed = True
                 one.send.reschedule(one.index)
             elif not one.asked:

@@ -49,6 +49,11 @@ def too_large(limit_bytes: int, what: str = "the request body") -> BodyError:
     return BodyError(413, f"{what} exceeds {limit_bytes} bytes, the limit of this server", "request_too_large")
 
 
+def too_slow(timeout_s: float) -> BodyError:
+    """The error of a body that does not come."""
+    return BodyError(408, f"nothing of the request body came for {timeout_s:g} s", "request_timeout")
+
+
 class BoundedBody:
     """A ``receive`` that refuses a body which is too large, or of which nothing comes for too long."""
 
@@ -73,8 +78,7 @@ class BoundedBody:
             async with asyncio.timeout(self._timeout_s):
                 event = await self._receive()
         except TimeoutError:
-            why = f"nothing of the request body came for {self._timeout_s:g} s"
-            raise BodyError(408, why, "request_timeout") from None
+            raise too_slow(self._timeout_s) from None
         if event["type"] == "http.request":
             self._size += len(event.get("body", b""))
             if self._size > self._limit_bytes:

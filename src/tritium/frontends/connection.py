@@ -7,7 +7,7 @@ answers it in kind, and proxies that speak it do not expect chunks.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -24,11 +24,27 @@ MAX_DISCARDED_BYTES = 64 << 20
 _REFUSALS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
 
+class Front(Protocol):
+    """What stands before a connection and answers some requests itself."""
+
+    def shutdown(self) -> bool:
+        """The server ends; whether a request is there, after whose answer the front closes the connection."""
+        ...
+
+
 class Connection(HttpToolsProtocol):
-    """A connection whose request heads are bounded in size and time."""
+    """A connection whose request heads are bounded in size and time.
+
+    Attributes:
+        front: what stands before it; None for nothing.
+        between: whether no request has been begun that has not come to its end.
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
+        self.front: Front | None = None
+        self.between = True
+        self._lines = (self.server_state.default_headers, b"")
         self._reading_head = True
         self._head_bytes = 0
         self._suspicious = False
@@ -46,6 +62,30 @@ class Connection(HttpToolsProtocol):
         self._stop_head_timer()
         super().connection_lost(exc)
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is under way here."""
+        return self.between and (self.cycle is None or self.cycle.response_complete) and not self.pipeline
+
+    def rest(self) -> None:
+        """The front takes the next request, and the time that it may take."""
+        self._stop_head_timer()
+        self._unset_keepalive_if_required()
+
+    def usual_lines(self) -> bytes:
+        """The lines that the head of every answer has."""
+        headers, lines = self._lines
+        if headers is not self.server_state.default_headers:
+            headers = self.server_state.default_headers
+            lines = b"".join([b"%b: %b\r\n" % line for line in headers])
+            self._lines = (headers, lines)
+        return lines
+
+    def shutdown(self) -> None:
+        """The server ends: the connection closes, after the answer under way."""
+        if self.front is None or not self.front.shutdown():
+            super().shutdown()
+
     def data_received(self, data: bytes) -> None:
         """Bytes came; a head that does not end within MAX_HEAD_BYTES is refused."""
         if self.transport.is_closing():
@@ -62,6 +102,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         self._spellings: list[bytes] = []
+        self.between = False
         self._reading_head = True
         self._discarded_bytes = 0
         if self._head_timer is None:
@@ -96,6 +137,11 @@ class Connection(HttpToolsProtocol):
             self._discarded_bytes += len(body)
             if self._discarded_bytes > MAX_DISCARDED_BYTES:
                 self.transport.close()
+
+    def on_message_complete(self) -> None:
+        """The last byte of a request."""
+        self.between = True
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what is no acceptable request, and closes."""

@@ -1,4 +1,8 @@
-"""The gRPC port: the KServe service, the standard health service and reflection on one asyncio server."""
+"""The gRPC port: the KServe service, the standard health service and reflection on one server.
+
+Two servers can carry them. Ours (``http2``) has the event loop to itself and answers plain inference without a task;
+``grpc.aio``, some five times as expensive a call, is there for what ours does not do: TLS and compressed answers.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from tritium.errors import Code, TritiumError
 from tritium.frontends.access import grpc_refusal
 from tritium.frontends.grpc_transport import Transport
+from tritium.frontends.http2.listener import Http2Server
 from tritium.frontends.kserve.grpc import SERVICE, KserveGrpc, abort
 from tritium.frontends.kserve.shared import Shared
 
@@ -58,6 +63,7 @@ class GrpcFrontend:
             max_in_flight_bytes=max_message_bytes,
             write_timeout_s=write_timeout_s,
         )
+        self._plain = transport.plain
         self._options: list[tuple[str, int]] = [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),
@@ -65,7 +71,7 @@ class GrpcFrontend:
             *transport.options,
         ]
         self._credentials = transport.credentials
-        self._listener: grpc.aio.Server | None = None
+        self._listener: grpc.aio.Server | Http2Server | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 8001) -> int:
         """Listens; returns the port, which matters when 0 was asked for.
@@ -73,10 +79,27 @@ class GrpcFrontend:
         Raises:
             TritiumError: UNAVAILABLE when the address cannot be had.
         """
-        listener = grpc.aio.server(options=self._options)
+        return await (self._start_own(host, port) if self._plain else self._start_aio(host, port))
+
+    def _register(self, listener: Any) -> None:
         listener.add_generic_rpc_handlers((self._kserve.handlers(), self._health()))
-        reflection.enable_server_reflection((SERVICE, _HEALTH, reflection.SERVICE_NAME), listener)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        names = (SERVICE, _HEALTH, reflection.SERVICE_NAME)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), listener)
+
+    async def _start_own(self, host: str, port: int) -> int:
+        listener = Http2Server(dict(self._options), self._kserve.quick())
+        self._register(listener)
+        try:
+            bound = await listener.start(host, port)
+        except OSError as error:
+            raise _cannot_listen(host, port) from error
+        self._listener = listener
+        return bound
+
+    async def _start_aio(self, host: str, port: int) -> int:
+        listener = grpc.aio.server(options=self._options)
+        self._register(listener)
+        address = _address(host, port)
         try:
             if self._credentials is None:
                 bound = listener.add_insecure_port(address)
@@ -85,7 +108,7 @@ class GrpcFrontend:
         except RuntimeError:
             bound = 0
         if not bound:
-            raise TritiumError(Code.UNAVAILABLE, f"gRPC cannot listen on {address}: is the port in use?")
+            raise _cannot_listen(host, port)
         await listener.start()
         self._listener = listener
         return bound
@@ -131,3 +154,11 @@ class GrpcFrontend:
                 last = status
                 yield status
             await asyncio.sleep(_WATCH_S)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _cannot_listen(host: str, port: int) -> TritiumError:
+    return TritiumError(Code.UNAVAILABLE, f"gRPC cannot listen on {_address(host, port)}: is the port in use?")

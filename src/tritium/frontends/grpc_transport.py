@@ -11,6 +11,7 @@ from tritium.errors import invalid
 from tritium.settings import ServerSettings
 
 _LEVELS = {"none": 0, "low": 1, "medium": 2, "high": 3}
+_COMPRESSION = "grpc.default_compression_level"
 # gRPC's own word for "never", in milliseconds and pings.
 _NEVER = (1 << 31) - 1
 
@@ -33,6 +34,11 @@ class Transport:
     )
     credentials: grpc.ServerCredentials | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether our own server can do it: no TLS, and answers as they are."""
+        return self.credentials is None and all(name != _COMPRESSION for name, _ in self.options)
+
 
 def transport(settings: ServerSettings) -> Transport:
     """What the settings of an operator ask for.
@@ -54,7 +60,7 @@ def transport(settings: ServerSettings) -> Transport:
     }
     level = _LEVELS[s.grpc_infer_response_compression_level]
     if level:
-        options["grpc.default_compression_level"] = level
+        options[_COMPRESSION] = level
     return Transport(tuple(options.items()), _credentials(settings))
 
 

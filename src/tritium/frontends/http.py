@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import socket
 from collections.abc import Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import uvicorn
@@ -20,9 +20,11 @@ from tritium.errors import Code, TritiumError
 from tritium.frontends.access import Api, http_refusal
 from tritium.frontends.asgi import JSON, App, BoundedBody, ClientLeft, Event, Receive, Scope, Send, reply, too_large
 from tritium.frontends.connection import Connection
+from tritium.frontends.gate import Gate
 from tritium.frontends.kserve.call import send_error
 from tritium.frontends.kserve.http import KserveHttp
 from tritium.frontends.kserve.shared import Shared
+from tritium.frontends.kserve.short import ShortInfer
 from tritium.frontends.openai.routes import error_response
 from tritium.frontends.openai.routes import routes as openai_routes
 from tritium.observability import logs
@@ -57,14 +59,25 @@ def app(
     shared = shared or Shared()
     kserve = KserveHttp(server, shared, max_body_bytes=max_body_bytes, write_timeout_s=write_timeout_s)
     rest = Router([*_own_routes(server, metrics), *openai_routes(server)], redirect_slashes=False, default=_not_found)
-    return _Entrance(server, kserve, rest, shared, max_body_bytes, body_timeout_s)
+    short = ShortInfer(server, shared, max_body_bytes)
+    return _Entrance(server, kserve, rest, shared, max_body_bytes, body_timeout_s, short)
 
 
 class _Entrance:
-    """Where every HTTP request comes in: limits, request id, the choice of a front end, the last error handler."""
+    """Where every HTTP request comes in: limits, request id, the choice of a front end, the last error handler.
+
+    All but those that a listener answers the short way: ``protocol`` makes what does so.
+    """
 
     def __init__(
-        self, server: Server, kserve: App, rest: App, shared: Shared, max_body_bytes: int, body_timeout_s: float
+        self,
+        server: Server,
+        kserve: App,
+        rest: App,
+        shared: Shared,
+        max_body_bytes: int,
+        body_timeout_s: float,
+        short: ShortInfer,
     ) -> None:
         self._server = server
         self._shared = shared
@@ -72,6 +85,11 @@ class _Entrance:
         self._rest = rest
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
+        self._short = short
+
+    def protocol(self, **more: Any) -> Gate:
+        """What answers a new connection."""
+        return Gate(self._short, self._body_timeout_s, **more)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -237,7 +255,7 @@ class HttpListener:
         self._reuse_port = reuse_port
         self._config = uvicorn.Config(
             application,  # type: ignore[arg-type]
-            http=Connection,
+            http=application.protocol if isinstance(application, _Entrance) else Connection,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             interface="asgi3",

@@ -32,6 +32,8 @@ _CHUNK = 1 << 18
 _MAX_FDS = 64
 _FDS_SPACE = socket.CMSG_SPACE(_MAX_FDS * 4)
 _RETURN_AT = 8
+# Plain numbers: the socket module's own are enums, whose every use costs microseconds.
+_DONTWAIT, _CTRUNC = int(socket.MSG_DONTWAIT), int(socket.MSG_CTRUNC)
 
 
 class BrokenPipe(Exception):
@@ -46,7 +48,8 @@ class Frames(Generic[Received]):
         self.arena = Arena()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
-        self._chunk = bytearray(_CHUNK)
+        self._view = memoryview(bytearray(_CHUNK))
+        self._chunks = [self._view]
         self._rest = bytearray()
         self._fds: deque[int] = deque()
 
@@ -71,7 +74,7 @@ class Frames(Generic[Received]):
             BrokenPipe: the other end is gone or sends nonsense.
         """
         try:
-            count, ancillary, flags, _ = self.socket.recvmsg_into([self._chunk], _FDS_SPACE, socket.MSG_DONTWAIT)
+            count, ancillary, flags, _ = self.socket.recvmsg_into(self._chunks, _FDS_SPACE, _DONTWAIT)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -79,9 +82,9 @@ class Frames(Generic[Received]):
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._fds.extend(array.array("i", data[: len(data) // 4 * 4]))
-        if not count or flags & socket.MSG_CTRUNC:
+        if not count or flags & _CTRUNC:
             raise BrokenPipe("end of the stream" if not count else "descriptors were lost")
-        data = memoryview(self._chunk)[:count]
+        data = self._view[:count]
         if self._rest:
             self._rest += data
             return self._frames(self._rest)
@@ -90,6 +93,7 @@ class Frames(Generic[Received]):
     def _frames(self, data: bytearray | memoryview) -> list[Received]:
         found: list[Received] = []
         at, end = 0, len(data)
+        view = memoryview(data)
         try:
             while end - at >= _HEADER.size:
                 length, new, back, dropped = _HEADER.unpack_from(data, at)
@@ -101,11 +105,12 @@ class Frames(Generic[Received]):
                     self._segments(struct.unpack_from(f"<{back + dropped}I", data, start), new, back)
                 if length > 1:
                     # A copy of its own: tensors of the message are views of it. (An empty frame is one nil.)
-                    found.append(self._decoder.decode(bytearray(memoryview(data)[body : body + length])))
+                    found.append(self._decoder.decode(bytearray(view[body : body + length])))
                 at = body + length
         except (msgspec.MsgspecError, KeyError, ValueError, IndexError, OSError) as error:
             raise BrokenPipe(f"{type(error).__name__}: {error}") from error
-        self._rest = bytearray(memoryview(data)[at:]) if at < end else bytearray()
+        if at < end or self._rest:
+            self._rest = bytearray(view[at:])
         return found
 
     def _segments(self, numbers: tuple[int, ...], new: int, back: int) -> None:
@@ -242,7 +247,9 @@ class ThreadPipe(Generic[Received]):
         self.sending = threading.RLock()
         self._on_message = on_message
         self._changed = threading.Condition(threading.Lock())
-        self._reading = False
+        # Held by the thread that reads; how many others wait for what it reads.
+        self._reader = threading.Lock()
+        self._waiting = 0
         self._closed = False
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll = select.poll()
@@ -280,44 +287,43 @@ class ThreadPipe(Generic[Received]):
         Raises:
             BrokenPipe: the other end is gone.
         """
-        changed = self._changed
-        while True:
-            with changed:
-                while not done():
-                    if self._closed:
-                        raise BrokenPipe("end of the stream")
-                    if not self._reading:
-                        self._reading = True
-                        break
-                    changed.wait()
-                else:
-                    return
-            try:
-                self._read_some(None)
-            finally:
-                with changed:
-                    self._reading = False
-                    changed.notify_all()
+        reader = self._reader
+        while not done():
+            if self._closed:
+                raise BrokenPipe("end of the stream")
+            if reader.acquire(False):
+                try:
+                    # What another thread read before may have been it.
+                    if not done():
+                        self._read_some(None)
+                finally:
+                    self._stop_reading()
+                continue
+            with self._changed:
+                self._waiting += 1
+                if reader.locked() and not done():
+                    self._changed.wait()
+                self._waiting -= 1
 
     def look(self) -> None:
         """Takes in what has arrived already, without waiting; nothing when another thread is reading."""
-        with self._changed:
-            if self._reading or self._closed:
-                return
-            self._reading = True
-        try:
-            self._read_some(0)
-        finally:
+        if not self._closed and self._reader.acquire(False):
+            try:
+                self._read_some(0)
+            finally:
+                self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        self._reader.release()
+        if self._waiting:
             with self._changed:
-                self._reading = False
                 self._changed.notify_all()
 
     def nudge(self) -> None:
         """Makes every waiting thread ask its ``done`` again."""
         with self._changed:
-            reading = self._reading
             self._changed.notify_all()
-        if reading:
+        if self._reader.locked():
             # When it is full, it is full of nudges.
             self.poke()
 

@@ -107,6 +107,7 @@ class Metrics:
         """At unload: Triton's series stay as they are, those of the engine go."""
         with self._lock:
             if (model := self._models.get((name, version))) is not None:
+                model.read_counts()
                 model.forget(llm_only=True)
 
     def watch_cache(self, read: Callable[[], CacheLevels]) -> None:
@@ -142,6 +143,7 @@ class Metrics:
             custom = list(self._custom.values())
             self._read_levels()
         for model in models:
+            model.read_counts()
             model.read_engines()
         lines: list[str] = []
         for family in (*self._families.values(), *custom):

@@ -90,7 +90,11 @@ class EngineLevels(Protocol):
 
 
 class ModelMetrics:
-    """The series of one version of a model. Made by ``Metrics.add_model``; safe to call from any thread."""
+    """The series of one version of a model. Made by ``Metrics.add_model``; safe to call from any thread.
+
+    Attributes:
+        summarizes: whether single durations are wanted (``summary_latencies``), and not only their sums.
+    """
 
     def __init__(
         self,
@@ -110,6 +114,8 @@ class ModelMetrics:
         self._summaries: dict[str, Summary] = {}
         self._failures: dict[str, Value] = {}
         self._engines: list[_Engine] = []
+        self._report: Callable[[], None] | None = None
+        self.summarizes = config.summary_latencies
         self._lock = threading.Lock()
         for row in TABLE:
             if (not row.llm or kind == "llm") and (config.counter_latencies or row.name not in LATENCIES):
@@ -182,7 +188,7 @@ class ModelMetrics:
 
     def first_response(self, ms: float) -> None:
         """The time to the first answer of a decoupled model, in milliseconds."""
-        if (histogram := self._histograms.get(FIRST_RESPONSE.name)) is not None:
+        if self._histograms and (histogram := self._histograms.get(FIRST_RESPONSE.name)) is not None:
             histogram.observe(ms)
 
     def cache_hit(self, us: float) -> None:
@@ -227,6 +233,15 @@ class ModelMetrics:
             raise ValueError(f"model {self._labels['model']!r} has kind {self.kind!r}, only an 'llm' has engines")
         with self._lock:
             self._engines.append(_Engine(read))
+
+    def watch_counts(self, report: Callable[[], None]) -> None:
+        """Calls ``report`` before its series are read, so that it can count what is new."""
+        self._report = report
+
+    def read_counts(self) -> None:
+        """Brings what is counted elsewhere up to date; ``Metrics`` does it."""
+        if self._report is not None:
+            self._report()
 
     def read_engines(self) -> None:
         """Brings the engine's series up to date; ``Metrics.render`` does it."""

@@ -220,6 +220,10 @@ class Traces:
         digits = version if version.isascii() and version.isdecimal() else ""
         return Trace(self, sampler.config.levels, model, digits, request_id)
 
+    def samples(self, model: str) -> bool:
+        """Whether requests of a model may be traced now."""
+        return (self._samplers.get(model) or self._samplers[""]).on
+
     def settings(self, model: str = "") -> dict[str, list[str]]:
         """The settings of a model, or of the server for "", as texts."""
         sampler = self._samplers.get(model) or self._samplers[""]

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 from tritium.backends.base import Timing
 from tritium.backends.config import DynamicBatching, ModelConfig
 from tritium.errors import Code, TritiumError
 from tritium.serving.batch import shape_rule
-from tritium.serving.lane import Executor, Lane
+from tritium.serving.executor import Executor
+from tritium.serving.lane import Lane
 from tritium.serving.queue import Answer, BatchRule, Job, Order, Phase, Queue, timed_out
 from tritium.serving.stats import ModelStats
 from tritium.types import InferRequest, InferResponse
+
+# Batches that an instance gets at a time, where that decides nothing.
+DEPTH = 4
 
 
 class DynamicBatcher:
@@ -52,11 +57,15 @@ class DynamicBatcher:
     @property
     def pending(self) -> int:
         """Requests that wait."""
-        return len(self._queue)
+        return len(self._queue) + sum(lane.ahead for lane in self.lanes)
 
     async def start(self) -> None:
         """Begins to run batches."""
         for lane in self.lanes:
+            # Where nothing is decided by waiting (no batch to be made, no choice of instances, no resources), the next
+            # requests wait right in front of the instance.
+            if self._batching is None and len(self.lanes) == 1 and not lane.limited:
+                lane.depth = DEPTH
             lane.open()
 
     async def stop(self) -> None:
@@ -77,16 +86,43 @@ class DynamicBatcher:
         Raises:
             TritiumError: UNAVAILABLE when the queue is full or the wait is over; whatever the model says.
         """
+        job = self._add(request, timing, rows, None)
+        return job.answers(self._leave)
+
+    def submit(
+        self, request: InferRequest, timing: Timing, rows: int, take: Callable[[Answer], None]
+    ) -> Callable[[], None]:
+        """``stream`` without an iterator: ``take`` is called with each answer, perhaps before this returns.
+
+        Returns:
+            What cancels it.
+
+        Raises:
+            TritiumError: as ``stream`` does; what comes later goes to ``take``.
+        """
+        return partial(self._add(request, timing, rows, take).forsake, self._leave)
+
+    def _add(self, request: InferRequest, timing: Timing, rows: int, take: Callable[[Answer], None] | None) -> Job:
         if self._stopped:
             raise TritiumError(Code.UNAVAILABLE, f"model '{self._name}' is being unloaded")
-        level = 0 if self._batching is None else self._batching.level_of(request.priority)
-        job = Job(request, timing, rows, self._shape(request), level)
-        self._queue.push(job, time.monotonic_ns())
+        batching = self._batching
+        level = 0 if batching is None else batching.level_of(request.priority)
+        job = Job(request, timing, rows, self._shape(request), level, taker=take)
+        now_ns = time.monotonic_ns()
+        if batching is None and not len(self._queue):
+            job.queued_ns = now_ns
+            for lane in self.lanes:
+                if lane.free:
+                    self._stats.pending(1)
+                    if lane.start((job,), (request,)):
+                        return job
+                    self._stats.pending(-1)
+        self._queue.push(job, now_ns)
         self._stats.pending(1)
         if self._order is not None:
             self._order.add(job)
         self.kick()
-        return job.answers(self._leave)
+        return job
 
     # -- for the lanes --------------------------------------------------------------------------------------
 
@@ -145,6 +181,8 @@ class DynamicBatcher:
 
     def _set_timer(self, due_ns: int, now_ns: int) -> None:
         expiry = self._queue.next_expiry()
+        if not due_ns and expiry is None and self._timer is None:
+            return
         wakes = [at for at in (due_ns, expiry) if at]
         if self._timer is not None:
             self._timer.cancel()

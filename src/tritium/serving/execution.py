@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from tritium.errors import TritiumError
 from tritium.types import InferResponse
@@ -38,8 +39,26 @@ class Times:
     output_ns: int = 0
 
 
+class Listener(Protocol):
+    """Who is called with the replies of an execution as they come, which costs no switch of tasks."""
+
+    def replies(self, found: list[Reply]) -> None:
+        """Replies have come, at least one."""
+        ...
+
+    def ended(self, error: TritiumError | None, started: bool) -> None:
+        """Nothing more will come; with an error, because the process died.
+
+        Args:
+            started: whether the model may have seen the batch.
+        """
+        ...
+
+
 class Execution(AsyncIterator[Reply]):
     """A batch that runs. Ends when every request has its final reply and the model's ``execute`` has returned.
+
+    Its replies are taken one by one (``async for``), as they have gathered (``some``), or by a ``listen``er.
 
     Args:
         count: requests of the batch.
@@ -51,7 +70,7 @@ class Execution(AsyncIterator[Reply]):
             next batch already.
     """
 
-    __slots__ = ("_cancel", "_closed", "_error", "_open", "_replies", "_waiter", "returned", "times")
+    __slots__ = ("_cancel", "_closed", "_error", "_listener", "_open", "_replies", "_waiter", "returned", "times")
 
     def __init__(self, count: int, cancel: Callable[[int], None]) -> None:
         self.times: Times | None = None
@@ -62,6 +81,7 @@ class Execution(AsyncIterator[Reply]):
         self._waiter: asyncio.Future[None] | None = None
         self._error: TritiumError | None = None
         self._closed = False
+        self._listener: Listener | None = None
 
     @property
     def over(self) -> bool:
@@ -96,6 +116,10 @@ class Execution(AsyncIterator[Reply]):
             finally:
                 self._waiter = None
 
+    def listen(self, listener: Listener) -> None:
+        """From now on every reply goes to ``listener``; said before any has come."""
+        self._listener = listener
+
     def cancel(self, index: int) -> None:
         """Tells the model that nobody waits for this request any more; its final reply still comes."""
         if index in self._open and self._error is None:
@@ -122,11 +146,24 @@ class Execution(AsyncIterator[Reply]):
                 if reply.rescheduled or (reply.response is not None and reply.response.final):
                     self._open.discard(reply.index)
                 self._replies.append(reply)
-        self._wake()
+        if self._listener is None:
+            self._wake()
+            return
+        if self._replies:
+            found, self._replies = self._replies, []
+            self._listener.replies(found)
+        if self.returned and not self._open:
+            self._listener.ended(None, True)
 
-    def fail(self, error: TritiumError) -> None:
-        """Nothing more will come, for this reason."""
+    def fail(self, error: TritiumError, started: bool = True) -> None:
+        """Nothing more will come, for this reason.
+
+        Args:
+            started: whether the model may have seen the batch.
+        """
         self._error = error
+        if self._listener is not None and not self._closed:
+            self._listener.ended(error, started)
         self._wake()
 
     def _wake(self) -> None:

@@ -51,7 +51,7 @@ class Instance:
 
     Attributes:
         life: counts the processes: a new one knows nothing of what the last one was told.
-        on_free: called when it has become ready and idle; None for nobody.
+        on_free: called when it has become ready, and whenever a batch has returned; None for nobody.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Instance:
 
     @property
     def busy(self) -> bool:
-        """Whether the model's ``execute`` is running; ``execute`` may not be called then."""
+        """Whether the model's ``execute`` is running."""
         return self._process is not None and self._process.busy
 
     @property
@@ -182,8 +182,16 @@ class Instance:
             self._free.clear()
             await self._free.wait()
 
-    def execute(self, requests: Sequence[InferRequest]) -> Execution:
+    @property
+    def idle(self) -> bool:
+        """Whether it would run a batch at once."""
+        return not self._reason and not self.busy
+
+    def execute(self, requests: Sequence[InferRequest], *, ahead: bool = False) -> Execution:
         """Runs a batch. Sequence, timeout, parameters and outputs of each request reach the model.
+
+        Args:
+            ahead: it may be busy with an earlier one; the batch then waits in front of the model.
 
         Raises:
             TritiumError: UNAVAILABLE when it is not ready (died a moment ago): form the batch again.
@@ -191,7 +199,7 @@ class Instance:
         process = self._process
         if self._reason or process is None:
             raise TritiumError(Code.UNAVAILABLE, f"instance '{self.name}' is not ready: {self._reason}")
-        if process.busy:
+        if process.busy and not ahead:
             raise TritiumError(Code.INTERNAL, f"instance '{self.name}' is busy, expected a batch when it is free")
         return process.execute(requests)
 

@@ -21,6 +21,7 @@ from tritium.serving.dynamic import DynamicBatcher
 from tritium.serving.ensemble import EnsembleRunner
 from tritium.serving.instance import Instance
 from tritium.serving.limiter import RateLimiter
+from tritium.serving.queue import Answer
 from tritium.serving.sequence import SequenceBatcher
 from tritium.serving.services import Services
 from tritium.serving.stats import ModelStats
@@ -137,6 +138,19 @@ class Instances(Backend):
         if self._batcher is None:
             raise TritiumError(Code.UNAVAILABLE, f"model '{self.context.name}' is not loaded")
         return self._batcher.stream(request, timing, rows_of(self._config, request))
+
+    @property
+    def direct(self) -> bool:
+        """Whether ``submit`` may be used: requests are independent of each other."""
+        return isinstance(self._batcher, DynamicBatcher)
+
+    def submit(
+        self, request: InferRequest, timing: Timing, rows: int, take: Callable[[Answer], None]
+    ) -> Callable[[], None]:
+        """``stream`` by callbacks; returns what cancels the request."""
+        if not isinstance(self._batcher, DynamicBatcher):
+            raise TritiumError(Code.UNAVAILABLE, f"model '{self.context.name}' is not loaded")
+        return self._batcher.submit(request, timing, rows, take)
 
     def _make(self, place: _Place) -> Instance:
         services = self._surroundings.services

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Protocol
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
 
 from tritium.backends.config import ModelConfig
 from tritium.errors import Code, TritiumError
 from tritium.observability import logs
 from tritium.serving import batch
-from tritium.serving.instance import Reply, Times
+from tritium.serving.execution import Reply, Times
+from tritium.serving.executor import Executor, Owner, Running
 from tritium.serving.limiter import Allowance
-from tritium.serving.queue import Answer, Job, Phase
+from tritium.serving.queue import Job, Phase
 from tritium.serving.stats import ModelStats
 from tritium.types import InferRequest, InferResponse
 
@@ -21,74 +23,6 @@ from tritium.types import InferRequest, InferResponse
 RERUN = "retry_on_crash"
 
 _log = logs.get(__name__)
-
-
-class Running(Protocol):
-    """What is used of ``instance.Execution``."""
-
-    @property
-    def times(self) -> Times | None:
-        """What it took; None until the model's ``execute`` has returned."""
-        ...
-
-    async def some(self) -> list[Reply]:
-        """Replies that have come, at least one; [] at the end."""
-        ...
-
-    def cancel(self, index: int) -> None:
-        """Nobody waits for that request any more."""
-        ...
-
-    async def aclose(self) -> None:
-        """Cancels what is not final."""
-        ...
-
-
-class Executor(Protocol):
-    """What is used of ``instance.Instance``."""
-
-    @property
-    def name(self) -> str:
-        """As error messages show it."""
-        ...
-
-    @property
-    def ready(self) -> bool:
-        """Whether it would take a batch, now or once the running one is through."""
-        ...
-
-    @property
-    def life(self) -> int:
-        """Changes when the model was loaded anew, and knows nothing of what it was told before."""
-        ...
-
-    async def free(self) -> None:
-        """Returns when it is ready and idle."""
-        ...
-
-    def execute(self, requests: Sequence[InferRequest]) -> Running:
-        """Runs a batch."""
-        ...
-
-
-class Owner(Protocol):
-    """The batcher of a lane."""
-
-    def kick(self) -> None:
-        """Something has changed: a batch may be due."""
-        ...
-
-    def done(self, lane: Lane, job: Job) -> None:
-        """A job has ended, or waits again (``Phase.WAITING``) because its model wants to see it again."""
-        ...
-
-    def crashed(self, lane: Lane, jobs: Sequence[Job]) -> None:
-        """The instance died; these jobs shall run again."""
-        ...
-
-    def deliver(self, job: Job, answer: Answer) -> None:
-        """An answer has come."""
-        ...
 
 
 class Lane:
@@ -101,6 +35,8 @@ class Lane:
 
     Attributes:
         free: whether a batch may be started.
+        depth: batches that the instance may have at a time. It runs one; the others wait in front of it, so that it
+            need not wait for us. What has not begun is not lost with the instance.
         allowance: of the rate limiter; set by ``Lane``'s maker before ``open``.
     """
 
@@ -109,26 +45,44 @@ class Lane:
     ) -> None:
         self.executor = executor
         self.free = False
+        self.depth = 1
         self.allowance: Allowance | None = None
         self._config = config
         self._stats = stats
         self._owner = owner
         self._joined = joined
         self._rerun = config.parameters.get(RERUN, "").lower() in ("1", "true", "yes")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._plain_inputs = not config.batch_inputs and all(spec.reshape is None for spec in config.inputs)
+        self._plain_outputs = all(spec.reshape is None for spec in config.outputs)
         self._closed = self._holding = False
+        # Batches that have not returned from the model, in order; and all that still owe an answer.
+        self._inside: deque[_Batch] = deque()
+        self._batches: set[_Batch] = set()
+
+    @property
+    def limited(self) -> bool:
+        """Whether an execution takes resources of the rate limiter."""
+        return self.allowance is not None and bool(self.allowance.needs)
+
+    @property
+    def ahead(self) -> int:
+        """Batches that wait in front of the instance, and that somebody still wants."""
+        return sum(not run.begun and run.wanted for run in self._inside)
 
     def open(self) -> None:
         """Offers the lane as soon as its instance is free."""
-        self._spawn(self._become_free())
+        self.executor.on_free = self._freed
+        if self.executor.idle:
+            # Not at once: the owner may be starting batches just now.
+            asyncio.get_running_loop().call_soon(self._freed)
 
     async def close(self) -> None:
         """Ends what runs on it; jobs inside get an UNAVAILABLE error."""
         self._closed, self.free = True, False
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for run in self._inside:
+            self._begin(run)
+        for run in list(self._batches):
+            self._bury(run, TritiumError(Code.UNAVAILABLE, f"model '{self._config.name}' was unloaded"), started=True)
         self._release()
         if self.allowance is not None:
             self.allowance.close()
@@ -140,17 +94,17 @@ class Lane:
             jobs: one for each request; None where a request only fills a place.
             requests: as the model shall see them.
         """
-        if self.allowance is not None and not self.allowance.acquire():
-            return False
-        self._holding = True
+        if self.limited and self.allowance is not None:
+            if not self.allowance.acquire():
+                return False
+            self._holding = True
         self.free = False
         rows = [1 if job is None else job.rows for job in jobs]
+        inside = self._inside
         try:
-            prepared = [
-                batch.reshape_inputs(self._config, one) for one in batch.add_inputs(self._config, requests, rows)
-            ]
+            prepared = self._prepare(requests, rows)
             joined = [batch.join(self._config, prepared, rows)] if self._joined else prepared
-            running = self.executor.execute(joined)
+            running = self.executor.execute(joined, ahead=bool(inside))
         except Exception as error:
             self._release()
             self.open()
@@ -163,58 +117,82 @@ class Lane:
                     self._end(job, cause)
             return True
         run = _Batch(self, running, jobs, rows, prepared, self._joined, self._config)
-        self._stats.pending(-sum(job is not None for job in jobs))
-        run.begin()
-        self._spawn(self._run(run))
+        self._batches.add(run)
+        inside.append(run)
+        if inside[0] is run:
+            self._begin(run)
+        self.free = len(inside) < self.depth
+        running.listen(run)
         return True
 
-    async def _run(self, run: _Batch) -> None:
-        # A decoupled model may answer on while its instance takes the next batch already.
-        if self._config.decoupled:
-            self._spawn(self._become_free(release=True))
-        died: TritiumError | None = None
-        try:
-            while replies := await run.running.some():
-                self._count(run)
-                for reply in replies:
-                    self._reply(run, reply)
-        except TritiumError as error:
-            died = error
-        except asyncio.CancelledError:
-            died = TritiumError(Code.UNAVAILABLE, f"model '{self._config.name}' was unloaded")
-        finally:
-            self._count(run, last=True)
-        if not self._config.decoupled and not self._closed:
-            self._spawn(self._become_free(release=True))
-        self._bury(run, died)
+    def _prepare(self, requests: Sequence[InferRequest], rows: list[int]) -> Sequence[InferRequest]:
+        """The requests as the backend sees them."""
+        if self._plain_inputs:
+            return requests
+        return [batch.reshape_inputs(self._config, one) for one in batch.add_inputs(self._config, requests, rows)]
 
-    def _bury(self, run: _Batch, died: TritiumError | None) -> None:
-        """Ends the jobs that the execution left open."""
-        left = [job for job in run.jobs if job in run.open]
-        if not left:
+    def _begin(self, run: _Batch) -> None:
+        """The model sees the batch from now on."""
+        run.begun = run.begin()
+        if run.begun:
+            self._stats.pending(-run.begun)
+
+    def _freed(self) -> None:
+        """The instance has become ready, or a batch has returned from its model."""
+        inside = self._inside
+        while inside and inside[0].running.returned:
+            inside.popleft()
+        if self._closed:
             return
+        if inside:
+            self._begin(inside[0])
+        else:
+            self._release()
+        if len(inside) < self.depth:
+            self.free = True
+            self._owner.kick()
+
+    def replied(self, run: _Batch, replies: list[Reply]) -> None:
+        """Replies to a batch have come."""
+        if not run.counted:
+            self._count(run)
+        for reply in replies:
+            self._reply(run, reply)
+
+    def ended(self, run: _Batch, error: TritiumError | None, started: bool) -> None:
+        """Nothing more comes of a batch."""
+        if started:
+            self._count(run, last=True)
+        if error is not None and run in self._inside:
+            self._inside.remove(run)
+            self.free = False
+        self._bury(run, error, started=started)
+
+    def _bury(self, run: _Batch, died: TritiumError | None, *, started: bool) -> None:
+        """Ends the jobs that the execution left open; those that it had not begun run again."""
+        self._batches.discard(run)
+        if not run.open:
+            return
+        left = [job for job in run.jobs if job in run.open]
+        run.open.clear()
         if died is None:
             died = TritiumError(Code.INTERNAL, f"model '{self._config.name}' ended without a final answer")
-        elif self._rerun and not self._closed:
-            again = [job for job in left if not job.gone and not job.reruns and not run.answered(job)]
+        elif not self._closed and (self._rerun or not started):
+            again = [job for job in left if not job.gone and not (started and (job.reruns or run.answered(job)))]
             for job in again:
-                job.reruns, job.phase, job.abort = 1, Phase.WAITING, None
+                if started:
+                    job.reruns = 1
+                    self._stats.pending(1)
+                job.phase, job.abort = Phase.WAITING, None
             left = [job for job in left if job not in again]
             if again:
-                self._stats.pending(len(again))
                 self._owner.crashed(self, again)
         for job in left:
             self._end(job, died)
 
     def _reply(self, run: _Batch, reply: Reply) -> None:
         if reply.rescheduled or reply.response is None:
-            for job in run.jobs_of(reply.index):
-                if job in run.open:
-                    # Before anything else: the next run of the job may begin at once.
-                    run.open.discard(job)
-                    job.phase, job.abort = Phase.WAITING, None
-                    self._stats.pending(1)
-                    self._owner.done(self, job)
+            self._wait_again(run, reply.index)
             return
         try:
             answers = run.split(reply.index, reply.response)
@@ -231,13 +209,24 @@ class Lane:
                 run.open.discard(job)
                 self._end(job, answer.error)
                 continue
-            batch.reshape_outputs(self._config, answer)
-            run.seen.add(job)
+            if not self._plain_outputs:
+                batch.reshape_outputs(self._config, answer)
+            if self._rerun:
+                run.seen.add(job)
             if answer.final:
                 run.open.discard(job)
                 job.abort = None
             self._owner.deliver(job, answer)
             if answer.final:
+                self._owner.done(self, job)
+
+    def _wait_again(self, run: _Batch, index: int) -> None:
+        for job in run.jobs_of(index):
+            if job in run.open:
+                # Before anything else: the next run of the job may begin at once.
+                run.open.discard(job)
+                job.phase, job.abort = Phase.WAITING, None
+                self._stats.pending(1)
                 self._owner.done(self, job)
 
     def _end(self, job: Job, error: TritiumError) -> None:
@@ -248,7 +237,7 @@ class Lane:
     def _count(self, run: _Batch, *, last: bool = False) -> None:
         """Counts the execution once, as soon as its times are known."""
         times = run.running.times
-        if run.counted or (times is None and not last):
+        if run.counted or not run.begun or (times is None and not last):
             return
         run.counted = True
         times = times or Times()
@@ -265,38 +254,34 @@ class Lane:
                 timing.infer_ns += times.infer_ns
                 timing.output_ns += times.output_ns
 
-    async def _become_free(self, *, release: bool = False) -> None:
-        try:
-            await self.executor.free()
-        except TritiumError as error:
-            # It was stopped; the batcher is about to be.
-            _log.debug("instance takes no more batches", instance=self.executor.name, error=error.message)
-            return
-        finally:
-            if release:
-                self._release()
-        if not self._closed:
-            self.free = True
-            self._owner.kick()
-
     def _release(self) -> None:
         if self._holding and self.allowance is not None:
             self.allowance.release()
         self._holding = False
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class _Batch:
     """A batch that runs: which job has which place in it.
 
     Attributes:
+        begun: jobs that the model has seen; 0 while the batch waits, and for one that nobody wanted any more.
         open: jobs that it still owes a final answer.
-        seen: jobs that have had an answer.
+        seen: jobs that have had an answer; kept only where a job may run again.
     """
+
+    __slots__ = (
+        "_config",
+        "_joined",
+        "_requests",
+        "_rows",
+        "begun",
+        "counted",
+        "jobs",
+        "lane",
+        "open",
+        "running",
+        "seen",
+    )
 
     def __init__(
         self,
@@ -312,23 +297,42 @@ class _Batch:
         self.running = running
         self.jobs = jobs
         self.counted = False
+        self.begun = 0
         self.open = {job for job in jobs if job is not None}
         self.seen: set[Job] = set()
         self._rows = rows
         self._requests = requests
         self._joined = joined
         self._config = config
+        for index, job in enumerate(jobs):
+            if job is not None:
+                job.abort = partial(self._abort, index)
 
-    def begin(self) -> None:
-        """Marks the jobs as running."""
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody waits for it."""
+        return any(job is not None and job.phase is not Phase.ENDED for job in self.jobs)
+
+    def begin(self) -> int:
+        """Marks the jobs as running; how many there are. (What was dropped before is not one of them.)"""
         now_ns = time.monotonic_ns()
-        for index, job in enumerate(self.jobs):
-            if job is None:
+        begun = 0
+        for job in self.jobs:
+            if job is None or job.phase is not Phase.WAITING:
                 continue
+            begun += 1
             job.phase = Phase.RUNNING
-            job.abort = self._aborts(index)
             if not job.timing.queue_ns:
                 job.timing.queue_ns = max(1, now_ns - job.queued_ns)
+        return begun
+
+    def replies(self, found: list[Reply]) -> None:
+        """For the execution: replies have come."""
+        self.lane.replied(self, found)
+
+    def ended(self, error: TritiumError | None, started: bool) -> None:
+        """For the execution: nothing more comes."""
+        self.lane.ended(self, error, started)
 
     def answered(self, job: Job) -> bool:
         """Whether the job has had an answer already."""
@@ -347,14 +351,11 @@ class _Batch:
         parts = batch.split(self._config, response, self._requests, self._rows)
         return [(job, part) for job, part in zip(self.jobs, parts, strict=True) if job is not None]
 
-    def _aborts(self, index: int) -> Callable[[], None]:
-        def abort() -> None:
-            if not self._joined:
-                self.running.cancel(index)
-            elif all(job is None or job.gone or job.phase is Phase.ENDED for job in self.jobs):
-                self.running.cancel(0)
-
-        return abort
+    def _abort(self, index: int) -> None:
+        if not self._joined:
+            self.running.cancel(index)
+        elif all(job is None or job.gone or job.phase is Phase.ENDED for job in self.jobs):
+            self.running.cancel(0)
 
 
 def _unexpected(model: str, error: Exception) -> TritiumError:

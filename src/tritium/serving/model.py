@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 from tritium.backends.base import Backend, LoadContext, TextBackend, Timing
@@ -21,11 +21,13 @@ from tritium.serving.cache import Memory, salt_of
 from tritium.serving.closing import closing
 from tritium.serving.config import render
 from tritium.serving.config_checks import check_config, without_effect
+from tritium.serving.direct import Direct, Done, none_came, too_many
 from tritium.serving.ensemble import EnsembleRunner
 from tritium.serving.instances import Instances, Surroundings, make_backend
 from tritium.serving.model_files import keep_labels
 from tritium.serving.request_checks import check_request
 from tritium.serving.stats import ModelStats
+from tritium.serving.tally import Tally
 from tritium.types import InferRequest, InferResponse
 
 _log = logs.get(__name__)
@@ -38,47 +40,6 @@ class State(Enum):
     READY = "READY"
     UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
-
-
-@dataclass(slots=True)
-class _Run:
-    """One request that is running, until it is ended once, well or badly."""
-
-    stats: ModelStats
-    rows: int
-    arrived_ns: int
-    timing: Timing
-    trace: Trace | None = None
-    answers: int = 0
-    ended: bool = False
-
-    def answered(self, answer: InferResponse) -> None:
-        """One answer came; also the last."""
-        if not self.answers:
-            self.stats.first_answer(time.monotonic_ns() - self.arrived_ns)
-        self.answers += 1
-        if self.trace is not None:
-            self.trace.stamp("INFER_RESPONSE_COMPLETE")
-            self.trace.hold("TENSOR_BACKEND_OUTPUT", answer.outputs)
-
-    def succeed(self) -> None:
-        self._end(None)
-
-    def fail(self, code: Code, reason: str | None = None) -> None:
-        if not self.ended:
-            self._end(code, reason)
-
-    def _end(self, code: Code | None, reason: str | None = None) -> None:
-        self.ended = True
-        now = time.monotonic_ns()
-        if code is None:
-            self.stats.succeeded(self.rows, now - self.arrived_ns, self.timing)
-        else:
-            self.stats.failed(code, now - self.arrived_ns, self.timing, reason)
-        if self.trace is not None:
-            t = self.timing
-            parts_ns = None if t.cache == "hit" else (t.queue_ns, t.input_ns, t.output_ns)
-            self.trace.served(self.stats.version, self.arrived_ns, now, parts_ns)
 
 
 class Model:
@@ -241,18 +202,51 @@ class Model:
                 if answer.empty:
                     continue
                 if found is not None:
-                    raise TritiumError(
-                        Code.INVALID_ARGUMENT,
-                        f"model '{self.name}' gives more than one answer to this request, expected one; "
-                        "ask for them as a stream, or do not set 'stream'",
-                        param="stream",
-                    )
+                    raise too_many(self.name)
                 found = answer
         if found is None:
-            raise TritiumError(Code.INTERNAL, f"model '{self.name}' gave no answer")
+            raise none_came(self.name)
         if found.error is not None:
             raise found.error
         return found
+
+    @property
+    def direct(self) -> bool:
+        """Whether ``submit`` takes requests."""
+        return (
+            self.state is State.READY
+            and isinstance(self._backend, Instances)
+            and self._backend.direct
+            and self._memory is None
+            and not self.config.decoupled
+        )
+
+    def submit(self, request: InferRequest, done: Done, rows: int = 0) -> Callable[[], None] | None:
+        """``infer`` without a task: ``done`` is called once with the answer or an error, perhaps before this returns.
+
+        Args:
+            rows: inferences in the request, for one that is known to fit the configuration; 0 to look.
+
+        Returns:
+            What cancels the request; None when it must take the long way, and nothing has been done.
+
+        Raises:
+            TritiumError: the request does not fit the configuration, or is not taken.
+        """
+        if not self.direct or request.trace is not None:
+            return None
+        backend = self._backend
+        assert isinstance(backend, Instances)
+        rows = rows or check_request(self.config, request)
+        direct = Direct(request, Tally(self.stats, rows, request.arrived_ns, Timing()), self._left, done)
+        self._running += 1
+        self._idle.clear()
+        return direct.start(self.name, self.version, backend.submit)
+
+    def _left(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self._idle.set()
 
     async def stream(self, request: InferRequest) -> AsyncGenerator[InferResponse]:
         """Answers a request; the last answer, and only that, is ``final``. Closing it cancels the request.
@@ -331,12 +325,12 @@ class Model:
         return isinstance(self._backend, TextBackend)
 
     @contextmanager
-    def _run(self, rows: int, arrived_ns: int, trace: Trace | None) -> Generator[tuple[_Run, Backend]]:
+    def _run(self, rows: int, arrived_ns: int, trace: Trace | None) -> Generator[tuple[Tally, Backend]]:
         """Counts a request from here to its end; an error of any kind becomes a TritiumError."""
         backend = self._backend
         if backend is None or self.state is not State.READY:
             raise self._not_loaded()
-        run = _Run(self.stats, rows, arrived_ns, Timing(self.stats.metrics if self.is_text else None), trace)
+        run = Tally(self.stats, rows, arrived_ns, Timing(self.stats.metrics if self.is_text else None), trace)
         self._running += 1
         self._idle.clear()
         try:
@@ -350,9 +344,7 @@ class Model:
         finally:
             # Left open by a client that went away (GeneratorExit, CancelledError).
             run.fail(Code.CANCELLED)
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
+            self._left()
 
     def _not_loaded(self) -> TritiumError:
         return TritiumError(Code.NOT_FOUND, f"Request for unknown model: '{self.name}' has no available versions")
@@ -362,7 +354,7 @@ class Model:
         if self._metrics is None:
             return
         text = isinstance(backend, TextBackend)
-        self.stats.metrics = self._metrics.add_model(
+        metrics = self._metrics.add_model(
             self.name,
             self.version,
             "llm" if text else "model",
@@ -370,9 +362,10 @@ class Model:
             cached=self.config.source.response_cache.enable,
             decoupled=self.config.decoupled,
         )
+        self.stats.attach(metrics)
         if isinstance(backend, TextBackend):
             for index in range(len(backend.engine_stats())):
-                self.stats.metrics.watch(lambda index=index: backend.engine_stats()[index])
+                metrics.watch(lambda index=index: backend.engine_stats()[index])
 
 
 async def _unload_quietly(backend: Backend, name: str) -> None:

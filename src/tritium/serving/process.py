@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -31,14 +32,13 @@ class Process:
 
     Args:
         name: of the instance.
-        on_idle: called when the model's ``execute`` has returned.
+        on_idle: called whenever the model's ``execute`` has returned.
         on_end: called when the process is gone although nobody stopped it.
     """
 
     def __init__(
         self, name: str, model: str, services: Services, on_idle: Callable[[], None], on_end: Callable[[str], None]
     ) -> None:
-        self.busy = False
         self.ended = False
         self._name = name
         self._model = model
@@ -53,7 +53,14 @@ class Process:
         self._running: dict[int, Execution] = {}
         self._left: dict[int, int] = {}
         self._batches = 0
+        # Those that have not returned from the model: the first one is inside, the others wait for it.
+        self._inside: deque[Execution] = deque()
         self._stopping = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether the model's ``execute`` is running."""
+        return bool(self._inside)
 
     @property
     def pid(self) -> int | None:
@@ -97,12 +104,12 @@ class Process:
     def execute(self, requests: Sequence[InferRequest]) -> Execution:
         """Runs a batch; the caller has looked that it may."""
         assert self._pipe is not None
-        self.busy = True
         self._batches += 1
         batch = self._batches
         execution = Execution(len(requests), lambda index: self._cancel(batch, index))
         self._running[batch] = execution
         self._left[batch] = len(requests)
+        self._inside.append(execution)
         arena = self._pipe.arena
         self._pipe.send(wire.Execute(batch, [wire.pack_request(request, arena) for request in requests]))
         return execution
@@ -158,11 +165,13 @@ class Process:
                 left -= response.final
         times = None if message.times is None else Times(*message.times)
         self._left[message.batch] = left
-        execution.put(replies, times, message.returned)
-        if execution.returned and not left:
-            del self._running[message.batch], self._left[message.batch]
         if message.returned:
-            self.busy = False
+            # They run in the order in which they were sent.
+            self._inside.popleft()
+        if not left and (message.returned or execution.returned):
+            del self._running[message.batch], self._left[message.batch]
+        execution.put(replies, times, message.returned)
+        if message.returned:
             self._on_idle()
 
     # -- end ------------------------------------------------------------------------------------------------
@@ -188,12 +197,15 @@ class Process:
         for future in waiting:
             if future is not None and not future.done():
                 future.set_exception(error)
-        for execution in self._running.values():
-            execution.fail(error)
-        self._running.clear()
+        # A batch is begun after the answer to the one before: the others behind it are as they were.
+        unseen = set(list(self._inside)[1:])
+        running, self._running = list(self._running.values()), {}
         self._left.clear()
+        self._inside.clear()
         if not self._stopping:
             self._on_end(why)
+        for execution in reversed(running):  # so that each is put back before those that came after it
+            execution.fail(error, execution not in unseen)
 
     async def stop(self, wait_s: float = STOP_S) -> None:
         """Unloads the model and ends the process, by force after ``wait_s`` seconds."""

@@ -42,6 +42,7 @@ class Job:
         gone: nobody waits for its answers any more.
         reruns: times that it was run again because its instance died.
         abort: tells the execution that the job is gone; None while it waits.
+        taker: called with every answer at once; without one, ``answers`` hands them out.
     """
 
     request: InferRequest
@@ -56,7 +57,8 @@ class Job:
     gone: bool = False
     reruns: int = 0
     abort: Callable[[], None] | None = None
-    _answers: deque[Answer] = field(default_factory=deque[Answer])
+    taker: Callable[[Answer], None] | None = None
+    _answers: deque[Answer] | None = None
     _arrival: asyncio.Future[None] | None = None
 
     async def answers(self, leave: Callable[[Job], None]) -> AsyncGenerator[InferResponse]:
@@ -75,11 +77,15 @@ class Job:
                 if answer.final:
                     return
         finally:
-            if self.phase is not Phase.ENDED:
-                self.gone = True
-                if self.abort is not None:
-                    self.abort()
-                leave(self)
+            self.forsake(leave)
+
+    def forsake(self, leave: Callable[[Job], None]) -> None:
+        """Nobody wants its answers any more; ``leave`` is told unless it has ended."""
+        if self.phase is not Phase.ENDED:
+            self.gone = True
+            if self.abort is not None:
+                self.abort()
+            leave(self)
 
     def give(self, answer: Answer) -> None:
         """One answer, or the error that ends the job; after the last one nothing is taken."""
@@ -89,6 +95,11 @@ class Job:
             self.phase = Phase.ENDED
         if self.gone:
             return
+        if self.taker is not None:
+            self.taker(answer)
+            return
+        if self._answers is None:
+            self._answers = deque()
         self._answers.append(answer)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)

@@ -18,7 +18,8 @@ from tritium.backends.base import Timing
 from tritium.backends.config import Direct, ModelConfig, Oldest, SequenceBatching
 from tritium.errors import LOST, Code, TritiumError, invalid
 from tritium.serving.batch import shape_rule
-from tritium.serving.lane import Executor, Lane
+from tritium.serving.executor import Executor
+from tritium.serving.lane import Lane
 from tritium.serving.queue import Answer, BatchRule, Job, Order, Phase
 from tritium.serving.slots import Lost, Run, Slot, check_sequence
 from tritium.serving.state import Teller
@@ -97,9 +98,8 @@ class SequenceBatcher:
     async def stop(self) -> None:
         """Ends every request with an UNAVAILABLE error; takes no more."""
         self._stopped = True
-        for timer in (self._timer, self._reaper):
-            if timer is not None:
-                timer.cancel()
+        for timer in filter(None, (self._timer, self._reaper)):
+            timer.cancel()
         error = TritiumError(Code.UNAVAILABLE, f"model '{self._config.name}' was unloaded")
         for job in [job for job in self._jobs if job.phase is Phase.WAITING]:
             self._drop(job, error)

@@ -237,6 +237,15 @@ class Server:
         self._refuse_when_draining()
         return await self._model(request.model, request.version).infer(request)
 
+    def model(self, name: str, version: str = "") -> Model:
+        """The version of a model that answers, for front ends that ``submit`` to it.
+
+        Raises:
+            TritiumError: as ``infer`` does for the model.
+        """
+        self._refuse_when_draining()
+        return self._model(name, version)
+
     async def infer_stream(self, request: InferRequest) -> AsyncGenerator[InferResponse]:
         """Answers a request; the last answer, and only that, is ``final``. Closing the iterator cancels.
 

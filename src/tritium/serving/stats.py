@@ -1,7 +1,8 @@
 """Counters of one model version, in Triton's shape, and the same events as metrics.
 
 ``ModelStatistics`` of the statistics extension is made from ``ModelStats``; what Prometheus reads is kept by
-``observability.metrics`` and told from here, so that both count the same events.
+``observability.metrics`` and told from here, so that both count the same events. It is told when its page is read
+(``report``): until then a request costs a few additions.
 
 Who calls what: the server ends each request with ``succeeded`` or ``failed``; a batcher says ``pending`` when
 requests begin and cease to wait, and ``executed`` after each execution of the model. A backend that schedules
@@ -64,6 +65,8 @@ class ModelStats:
         cache_hit, cache_miss: what the response cache took for requests that asked it.
         batches: executions by batch size, also of requests that failed.
         executions: executions and shares of them, summed; see ``execution_count``.
+        waiting: requests that wait for an execution now.
+        failures: failed requests by reason.
     """
 
     model: str
@@ -81,6 +84,36 @@ class ModelStats:
     cache_miss: Duration = field(default_factory=Duration)
     batches: dict[int, BatchStats] = field(default_factory=dict[int, BatchStats])
     executions: float = 0.0
+    waiting: int = 0
+    failures: dict[FailureReason, int] = field(default_factory=dict[FailureReason, int])
+    _reported: _Reported | None = field(default=None, repr=False)
+
+    def attach(self, metrics: ModelMetrics) -> None:
+        """From now on what is counted here is shown there too."""
+        self.metrics = metrics
+        self._reported = _Reported.of(self)
+        metrics.watch_counts(self.report)
+
+    def report(self) -> None:
+        """Tells the metrics what was counted since the last time."""
+        metrics, before = self.metrics, self._reported
+        if metrics is None or before is None:
+            return
+        now = self._reported = _Reported.of(self)
+        metrics.request_success(now.success - before.success)
+        metrics.inference(now.inferences - before.inferences)
+        metrics.execution(now.executions - before.executions)
+        if now.waiting != before.waiting:
+            metrics.pending(now.waiting - before.waiting)
+        for reason, count in now.failures.items():
+            metrics.request_failure(reason, count - before.failures.get(reason, 0))
+        if not metrics.summarizes:
+            request, queue, first, second, third = (
+                (a - b) / 1e3 for a, b in zip(now.durations_ns, before.durations_ns, strict=True)
+            )
+            metrics.durations_us(
+                request=request, queue=queue, compute_input=first, compute_infer=second, compute_output=third
+            )
 
     @property
     def execution_count(self) -> int:
@@ -89,8 +122,7 @@ class ModelStats:
 
     def pending(self, change: int) -> None:
         """Requests that began (positive) or ceased (negative) to wait for an execution."""
-        if self.metrics is not None:
-            self.metrics.pending(change)
+        self.waiting += change
 
     def executed(self, rows: int, *, input_ns: int = 0, infer_ns: int = 0, output_ns: int = 0) -> None:
         """The model ran once, over a batch of ``rows`` inferences."""
@@ -102,8 +134,6 @@ class ModelStats:
         batch.compute_input.add(input_ns)
         batch.compute_infer.add(infer_ns)
         batch.compute_output.add(output_ns)
-        if self.metrics is not None:
-            self.metrics.execution(1)
 
     def succeeded(self, rows: int, total_ns: int, timing: Timing) -> None:
         """A request of ``rows`` inferences was answered, ``total_ns`` after its arrival."""
@@ -121,9 +151,9 @@ class ModelStats:
         self.compute_output.add(timing.output_ns)
         if timing.cache == "miss":
             self.cache_miss.add(timing.cache_ns)
-        if self.metrics is not None:
-            self.metrics.request_success()
-            self.metrics.inference(rows)
+            if self.metrics is not None:
+                self.metrics.cache_miss(timing.cache_ns / 1e3)
+        if self.metrics is not None and self.metrics.summarizes:
             self.metrics.durations_us(
                 request=total_ns / 1e3,
                 queue=timing.queue_ns / 1e3,
@@ -131,22 +161,20 @@ class ModelStats:
                 compute_infer=infer_ns / 1e3,
                 compute_output=timing.output_ns / 1e3,
             )
-            if timing.cache == "miss":
-                self.metrics.cache_miss(timing.cache_ns / 1e3)
 
     def _from_cache(self, total_ns: int, timing: Timing) -> None:
         self.cache_hit.add(timing.cache_ns)
         if self.metrics is not None:
-            self.metrics.request_success()
-            self.metrics.durations_us(request=total_ns / 1e3, queue=timing.queue_ns / 1e3)
+            if self.metrics.summarizes:
+                self.metrics.durations_us(request=total_ns / 1e3, queue=timing.queue_ns / 1e3)
             self.metrics.cache_hit(timing.cache_ns / 1e3)
 
     def failed(self, code: Code, total_ns: int, timing: Timing, reason: str | None = None) -> None:
         """A request ended with an error of that code and reason, ``total_ns`` after its arrival."""
         self._executed(timing)
         self.fail.add(total_ns)
-        if self.metrics is not None:
-            self.metrics.request_failure("BACKEND" if reason == LOST else _REASONS.get(code, "OTHER"))
+        counted = "BACKEND" if reason == LOST else _REASONS.get(code, "OTHER")
+        self.failures[counted] = self.failures.get(counted, 0) + 1
 
     def first_answer(self, ns: int) -> None:
         """The first answer to a request of a decoupled model came that long after its arrival."""
@@ -155,7 +183,28 @@ class ModelStats:
 
     def _executed(self, timing: Timing) -> None:
         self.last_inference_ms = time.time_ns() // 1_000_000
-        if timing.executions:
-            self.executions += timing.executions
-            if self.metrics is not None:
-                self.metrics.execution(timing.executions)
+        self.executions += timing.executions
+
+
+@dataclass(frozen=True, slots=True)
+class _Reported:
+    """How far the metrics have been told."""
+
+    success: int
+    inferences: int
+    executions: float
+    waiting: int
+    failures: dict[FailureReason, int]
+    durations_ns: tuple[int, int, int, int, int]
+
+    @classmethod
+    def of(cls, stats: ModelStats) -> _Reported:
+        parts = (stats.success, stats.queue, stats.compute_input, stats.compute_infer, stats.compute_output)
+        return cls(
+            stats.success.count,
+            stats.inference_count,
+            stats.executions,
+            stats.waiting,
+            dict(stats.failures),
+            (parts[0].ns, parts[1].ns, parts[2].ns, parts[3].ns, parts[4].ns),
+        )

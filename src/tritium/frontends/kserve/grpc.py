@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from time import monotonic_ns
@@ -20,7 +19,9 @@ from tritium.frontends.kserve import pb_codec
 from tritium.frontends.kserve.control_grpc import ControlGrpc
 from tritium.frontends.kserve.json_text import shown
 from tritium.frontends.kserve.shared import Shared, forwarded
+from tritium.frontends.kserve.short_grpc import ShortGrpc
 from tritium.frontends.kserve.statistics import as_json
+from tritium.frontends.kserve.status import status_of
 from tritium.frontends.kserve.stream import InferStream, accompany
 from tritium.observability import logs
 from tritium.proto import service_pb2 as pb
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 _log = logs.get(__name__)
 
 SERVICE: str = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-# A status message travels as a header, and clients take 8 KiB of headers by default.
-_MAX_MESSAGE = 4096
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -106,6 +105,10 @@ class KserveGrpc:
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream_infer),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    def quick(self) -> dict[str, ShortGrpc]:
+        """Methods that need no task, by path, for a server that can do without."""
+        return {f"/{SERVICE}/ModelInfer": ShortGrpc(self._server, self._shared)}
 
     def _unary(self, kind: Any, method: Callable[[Any], Awaitable[Message]], api: Api) -> Any:
         """A handler of one message in and one out; errors of all kinds become a status."""
@@ -269,20 +272,8 @@ class KserveGrpc:
 
 async def abort(context: Context, error: TritiumError) -> NoReturn:
     """Ends the call with the status of an error."""
-    trailing = ()
-    if error.retry_after_s is not None:
-        trailing = (("grpc-retry-pushback-ms", str(max(1, math.ceil(error.retry_after_s * 1000)))),)
-    await context.abort(_STATUS[error.status.grpc], _fitting(error.message), trailing)
-
-
-def _fitting(message: str) -> str:
-    """As much of a message as a header takes, in which all but printable ASCII is escaped, three bytes for each."""
-    size = 0
-    for at, char in enumerate(message):
-        size += 1 if " " <= char <= "~" else 3 * len(char.encode(errors="replace"))
-        if size > _MAX_MESSAGE:
-            return message[:at]
-    return message
+    status, message, trailing = status_of(error)
+    await context.abort(_STATUS[status], message, trailing)
 
 
 def _unexpected(error: Exception) -> TritiumError:

@@ -55,7 +55,7 @@ class HttpInfer(NamedTuple):
 
 
 def read(
-    body: bytes,
+    body: bytes | memoryview,
     header_length: str | None,
     config: ModelConfig,
     model: str,
@@ -90,7 +90,7 @@ def read(
     return HttpInfer(request, _read_parameters(root.get("parameters", {}), request))
 
 
-def _header_size(body: bytes, header_length: str | None) -> int:
+def _header_size(body: bytes | memoryview, header_length: str | None) -> int:
     if header_length is None:
         return len(body)
     if _LENGTH(header_length) is None:
@@ -101,7 +101,7 @@ def _header_size(body: bytes, header_length: str | None) -> int:
     return size
 
 
-def _read_raw(body: bytes, config: ModelConfig, model: str, version: str, arrived_ns: int) -> InferRequest:
+def _read_raw(body: bytes | memoryview, config: ModelConfig, model: str, version: str, arrived_ns: int) -> InferRequest:
     """The whole body is the one input; its shape follows from the configuration and the size."""
     tag = request_tag("")
     if len(config.inputs) != 1:
@@ -114,7 +114,7 @@ def _read_raw(body: bytes, config: ModelConfig, model: str, version: str, arrive
     if spec.dtype is DType.BYTES:
         if spec.dims not in ((1,), ()):
             raise invalid(f"{tag}For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
-        data = Tensor.from_strings(spec.name, [body]).data
+        data = Tensor.from_strings(spec.name, [bytes(body)]).data
     else:
         free = [index for index, size in enumerate(shape) if size < 0]
         if len(free) > 1:

@@ -116,7 +116,32 @@ def _split(message: bytes) -> tuple[bytes, list[memoryview]] | None:
     return (b"".join(parts), raw) if at == end else None
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def raw_inputs(message: memoryview) -> list[tuple[int, int, int]] | None:
+    """Where raw tensors lie in a sound message that ends with them: tag, begin and end of each; else None."""
+    found: list[tuple[int, int, int]] = []
+    at, end = 0, len(message)
+    try:
+        while at < end:
+            tag_at = at
+            tag, at = _varint(message, at)
+            kind = tag & 7
+            if kind == 2:
+                size, at = _varint(message, at)
+                if tag >> 3 == _RAW_INPUT:
+                    found.append((tag_at, at, at + size))
+                elif found:
+                    return None
+                at += size
+            elif found or kind not in (0, 1, 5):
+                return None
+            else:
+                at = _varint(message, at)[1] if kind == 0 else at + (8 if kind == 1 else 4)
+    except IndexError:
+        return None
+    return found if at == end else None
+
+
+def _varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = data[at]
@@ -324,6 +349,15 @@ def write(response: InferResponse, request: InferRequest, config: ModelConfig | 
         parts += (_start(_RAW_OUTPUT, tensor.data.nbytes), tensor.data)
     parts[0] = message.SerializeToString()
     return b"".join(parts)
+
+
+def fronts(response: InferResponse) -> list[bytes]:
+    """What ``write`` puts before each tensor of an answer without parameters; all of it when there is none."""
+    message = pb.ModelInferResponse(model_name=response.model, model_version=response.version, id=response.id)
+    for tensor in response.outputs:
+        message.outputs.add(name=tensor.name, datatype=tensor.dtype.value, shape=tensor.shape)
+    starts = [_start(_RAW_OUTPUT, tensor.data.nbytes) for tensor in response.outputs] or [b""]
+    return [message.SerializeToString() + starts[0], *starts[1:]]
 
 
 def write_stream(answer: bytes, error: str = "") -> bytes:
