@@ -16,14 +16,17 @@ from typing import Protocol
 
 import msgspec
 
-from tritium.backends.base import Timing
-from tritium.backends.config import ModelConfig
+from tritium.backends.base import LoadContext, Timing
+from tritium.backends.config import ModelConfig, SequenceBatching
 from tritium.errors import invalid
+from tritium.observability import logs
 from tritium.serving.closing import closing
 from tritium.types import DType, InferRequest, InferResponse, Parameter, Tensor
 
 # What an entry costs beside its bytes: key, links, objects.
 ENTRY_BYTES = 200
+
+_log = logs.get(__name__)
 
 
 @dataclass(slots=True)
@@ -259,3 +262,13 @@ class Memory:
     def _wanted(self, request: InferRequest) -> list[str]:
         names = {output.name for output in request.outputs}
         return [] if names >= self._outputs else sorted(names)
+
+
+def remember(cache: Cache | None, config: ModelConfig, context: LoadContext) -> Memory | None:
+    """The response cache for a load of a model; None where it is not to have one."""
+    if not config.response_cache or cache is None:
+        return None
+    if isinstance(config.batching, SequenceBatching):
+        _log.warning("response cache is off: a sequence's answers depend on what came before", model=config.name)
+        return None
+    return Memory(cache, [spec.name for spec in config.outputs], salt_of(cache, config))

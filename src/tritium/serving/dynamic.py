@@ -34,20 +34,37 @@ class DynamicBatcher:
     def __init__(
         self, config: ModelConfig, executors: Sequence[Executor], stats: ModelStats, *, joined: bool = False
     ) -> None:
-        batching = config.batching if isinstance(config.batching, DynamicBatching) else None
-        self._batching = batching
-        self._queue = Queue()
-        self._rule = BatchRule(0)
+        self._order = Order()
+        self._follow(config)
         self._shape = shape_rule(config)
-        if batching is not None:
-            self._queue = Queue(batching.levels, batching.policy, dict(batching.level_policies))
-            self._rule = BatchRule(config.max_batch_size, frozenset(batching.preferred), batching.delay_us * 1000)
-        self._order = Order() if batching is not None and batching.preserve_order else None
         self._name = config.name
         self._stats = stats
         self._timer: asyncio.TimerHandle | None = None
         self._kicking = self._again = self._stopped = False
         self.lanes = [Lane(executor, config, stats, self, joined=joined) for executor in executors]
+
+    def _follow(self, config: ModelConfig) -> None:
+        """Sets up queue and rules; the queue is empty."""
+        batching = config.batching if isinstance(config.batching, DynamicBatching) else None
+        self._batching = batching
+        self._queue = Queue()
+        self._rule = BatchRule(0)
+        self._order.promised = batching is not None and batching.preserve_order
+        if batching is not None:
+            self._queue = Queue(batching.levels, batching.policy, dict(batching.level_policies))
+            self._rule = BatchRule(config.max_batch_size, frozenset(batching.preferred), batching.delay_us * 1000)
+
+    def reconfigure(self, config: ModelConfig) -> None:
+        """Other batching and queues for the same model; requests that wait stay, under the new rules."""
+        waiting = sorted(self._queue, key=lambda job: job.number)
+        self._follow(config)
+        for job in waiting:
+            self._queue.adopt(job, self._level(job.request))
+            self._order.add(job)
+        self.kick()
+
+    def _level(self, request: InferRequest) -> int:
+        return 0 if self._batching is None else self._batching.level_of(request.priority)
 
     @property
     def pending(self) -> int:
@@ -79,12 +96,10 @@ class DynamicBatcher:
         """
         if self._stopped:
             raise TritiumError(Code.UNAVAILABLE, f"model '{self._name}' is being unloaded")
-        level = 0 if self._batching is None else self._batching.level_of(request.priority)
-        job = Job(request, timing, rows, self._shape(request), level)
+        job = Job(request, timing, rows, self._shape(request), self._level(request))
         self._queue.push(job, time.monotonic_ns())
         self._stats.pending(1)
-        if self._order is not None:
-            self._order.add(job)
+        self._order.add(job)
         self.kick()
         return job.answers(self._leave)
 
@@ -106,10 +121,7 @@ class DynamicBatcher:
 
     def deliver(self, job: Job, answer: Answer) -> None:
         """Gives an answer to its request, in its turn where order is promised."""
-        if self._order is None:
-            job.give(answer)
-        else:
-            self._order.give(job, answer)
+        self._order.give(job, answer)
 
     def done(self, lane: Lane, job: Job) -> None:
         """A job has ended; one that is to run again goes to the front."""
@@ -163,7 +175,4 @@ class DynamicBatcher:
         """Ends a job that waits. Its error does not wait for earlier answers: nothing came of it to be ordered."""
         self._queue.remove(job)
         self._stats.pending(-1)
-        if self._order is None:
-            job.give(error)
-        else:
-            self._order.drop(job, error)
+        self._order.drop(job, error)

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Literal
 
 from tritium.backends import find
-from tritium.backends.base import Backend, InstanceBackend, LoadContext, Timing
+from tritium.backends.base import Backend, Change, Footprint, InstanceBackend, LoadContext, Timing
 from tritium.backends.config import Ensemble, InstanceGroup, ModelConfig, SequenceBatching
 from tritium.errors import Code, TritiumError, invalid
 from tritium.serving import warmup
 from tritium.serving.batch import rows_of
 from tritium.serving.cache import Cache
+from tritium.serving.changes import followed, same_model
 from tritium.serving.dynamic import DynamicBatcher
 from tritium.serving.ensemble import EnsembleRunner
 from tritium.serving.instance import Instance
 from tritium.serving.limiter import RateLimiter
+from tritium.serving.memory import resident_bytes
 from tritium.serving.sequence import SequenceBatcher
 from tritium.serving.services import Services
 from tritium.serving.stats import ModelStats
@@ -107,10 +109,7 @@ class Instances(Backend):
         for instance in self._instances:
             await self._warm_up(instance)
         batcher = self._make_batcher()
-        for lane, place in zip(batcher.lanes, places, strict=True):
-            lane.allowance = self._surroundings.limiter.register(
-                place.name, place.group.resources, place.group.priority, batcher.kick, place.device
-            )
+        self._allow(batcher, places)
         self._batcher = batcher
         await batcher.start()
 
@@ -121,6 +120,37 @@ class Instances(Backend):
             await batcher.stop()
         instances, self._instances = self._instances, []
         await asyncio.gather(*(instance.stop() for instance in instances))
+
+    async def reconfigure(self, context: LoadContext) -> Change | None:
+        """Other queues, batches and needs of the rate limiter for the same copies."""
+        batcher = self._batcher
+        if batcher is None or not same_model(self.context.config, context.config):
+            return None
+        config = followed(self._config, self.context.config, context.config)
+        places = _places(config)
+        limiter = self._surroundings.limiter
+        for place in places:
+            limiter.needs(place.name, place.group.resources, place.device)
+
+        def apply() -> None:
+            self.context, self._config = context, config
+            if isinstance(batcher, SequenceBatcher):
+                assert isinstance(config.batching, SequenceBatching)
+                batcher.reconfigure(config.batching)
+            else:
+                batcher.reconfigure(config)
+            self._allow(batcher, places)
+
+        return Change(config, apply)
+
+    async def footprint(self, context: LoadContext) -> Footprint:
+        """As many copies as ``context`` wants, each as large as the largest that runs."""
+        sizes = await asyncio.to_thread(lambda: [resident_bytes(pid) for pid in self.pids()])
+        return Footprint(max(sizes, default=0) * len(_places(context.config)))
+
+    def pids(self) -> list[int]:
+        """The processes of the copies that run."""
+        return [one.pid for one in self._instances if one.pid is not None]
 
     def ready(self) -> bool:
         """Whether a copy takes requests."""
@@ -147,6 +177,16 @@ class Instances(Backend):
         )
         self._instances.append(instance)
         return instance
+
+    def _allow(self, batcher: DynamicBatcher | SequenceBatcher, places: Sequence[_Place]) -> None:
+        """Tells the rate limiter what each copy holds while it executes."""
+        for lane, place in zip(batcher.lanes, places, strict=True):
+            group = place.group
+            lane.exchange(
+                self._surroundings.limiter.register(
+                    place.name, group.resources, group.priority, batcher.kick, place.device
+                )
+            )
 
     def _make_batcher(self) -> DynamicBatcher | SequenceBatcher:
         config = self._config

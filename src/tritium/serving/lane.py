@@ -101,7 +101,7 @@ class Lane:
 
     Attributes:
         free: whether a batch may be started.
-        allowance: of the rate limiter; set by ``Lane``'s maker before ``open``.
+        allowance: of the rate limiter; set by ``Lane``'s maker before ``open``, see ``exchange``.
     """
 
     def __init__(
@@ -116,7 +116,8 @@ class Lane:
         self._joined = joined
         self._rerun = config.parameters.get(RERUN, "").lower() in ("1", "true", "yes")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = self._holding = False
+        self._held: Allowance | None = None
+        self._closed = False
 
     def open(self) -> None:
         """Offers the lane as soon as its instance is free."""
@@ -133,6 +134,12 @@ class Lane:
         if self.allowance is not None:
             self.allowance.close()
 
+    def exchange(self, allowance: Allowance) -> None:
+        """Other needs from now on; what runs holds what it has taken until its end."""
+        before, self.allowance = self.allowance, allowance
+        if before is not None and before is not self._held:
+            before.close()
+
     def start(self, jobs: Sequence[Job | None], requests: Sequence[InferRequest]) -> bool:
         """Starts a batch at once; False when it cannot be started now and the jobs keep waiting.
 
@@ -142,7 +149,7 @@ class Lane:
         """
         if self.allowance is not None and not self.allowance.acquire():
             return False
-        self._holding = True
+        self._held = self.allowance
         self.free = False
         rows = [1 if job is None else job.rows for job in jobs]
         try:
@@ -280,9 +287,11 @@ class Lane:
             self._owner.kick()
 
     def _release(self) -> None:
-        if self._holding and self.allowance is not None:
-            self.allowance.release()
-        self._holding = False
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
+            if held is not self.allowance:
+                held.close()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

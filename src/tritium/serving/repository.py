@@ -6,8 +6,6 @@ are only ever looked up in the listing of a repository, never joined into a path
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +17,10 @@ from tritium.backends.base import LoadContext
 from tritium.backends.config import All, Latest, ModelConfig, Specific
 from tritium.errors import Code, TritiumError, invalid
 from tritium.observability import logs
+from tritium.serving import fingerprint
 from tritium.serving.config import empty, make_config, parse_json, parse_text, read_limited
-from tritium.serving.model_files import Scratch, with_labels
-
-CONFIG_FILE = "config.pbtxt"
-# Where ``--model-config-name`` looks, below the folder of a model.
-CONFIGS_FOLDER = "configs"
-TRITON_CONFIG_FILE = "triton_config.json"
-# A fingerprint looks at so many files of a model at most.
-MAX_FILES = 100_000
+from tritium.serving.fingerprint import CONFIG_FILE, CONFIGS_FOLDER, TRITON_CONFIG_FILE, File
+from tritium.serving.model_files import Scratch, label_files, with_labels
 
 _log = logs.get(__name__)
 
@@ -103,7 +96,7 @@ class Repository:
     def fingerprint(self, name: str) -> str:
         """A digest that differs when a file of the model has changed; "" when there is no such model. Blocks."""
         places = self._scan().get(name, [])
-        return fingerprint(places[0]) if len(places) == 1 else ""
+        return fingerprint.digest(fingerprint.files_of(places[0])) if len(places) == 1 else ""
 
     def plan(self, name: str, override: str | None = None, files: Mapping[str, bytes] | None = None) -> Plan:
         """Reads what a model's files ask for. Blocks; call it in a thread.
@@ -125,15 +118,15 @@ class Repository:
             digest = self.fingerprint(name)
             found = Found(name, scratch.folder)
         else:
-            found = self.find(name)
-            # Taken first: a file that changes while it is read makes the next load a real one.
-            digest = fingerprint(found.folder)
-        versions = versions_of(found.folder)
+            found, digest = self.find(name), ""
         try:
+            # Taken first: a file that changes while it is read makes the next load a real one.
+            there = fingerprint.files_of(found.folder)
+            versions = versions_of(found.folder)
             config = with_labels(self._read_config(found, versions, override), found.folder)
             chosen = choose(versions, config)
             general = _read_triton_config(found.folder, f"{name}/{TRITON_CONFIG_FILE}")
-            contexts = tuple(self._context(found, config, version, general) for version in chosen)
+            contexts = tuple(self._context(found, config, version, general, there) for version in chosen)
         except TritiumError as error:
             raise _not_polled(name, error.message) from error
         if not contexts:
@@ -141,9 +134,11 @@ class Repository:
                 f"load failed for model '{name}': at least one version must be available under the version policy "
                 f"of model '{name}'\n"
             )
-        return Plan(name, config, contexts, digest, scratch)
+        return Plan(name, config, contexts, digest if scratch else fingerprint.digest(there), scratch)
 
-    def _context(self, found: Found, config: ModelConfig, version: int, general: Mapping[str, object]) -> LoadContext:
+    def _context(
+        self, found: Found, config: ModelConfig, version: int, general: Mapping[str, object], files: Sequence[File]
+    ) -> LoadContext:
         folder = found.folder / str(version)
         own = _read_triton_config(folder, f"{found.name}/{version}/{TRITON_CONFIG_FILE}")
         return LoadContext(
@@ -159,6 +154,7 @@ class Repository:
                 **self.backend_settings.get("", {}),
                 **self.backend_settings.get(config.backend or config.platform, {}),
             },
+            files=fingerprint.digest(fingerprint.loaded_by(files, version, label_files(config))),
         )
 
     def _read_config(self, found: Found, versions: Sequence[int], override: str | None) -> ModelConfig:
@@ -235,26 +231,6 @@ def _read_triton_config(folder: Path, shown: str) -> dict[str, object]:
         raise invalid(f"{shown} is not a JSON object: {error}") from error
     except RecursionError:
         raise invalid(f"{shown} is nested too deeply") from None
-
-
-def fingerprint(folder: Path) -> str:
-    """A digest of names, sizes and times of all files of a model; nothing is read."""
-    digest = hashlib.blake2b(digest_size=16)
-    seen = 0
-    for place, folders, files in os.walk(folder):
-        folders.sort()
-        for name in sorted(files):
-            seen += 1
-            if seen > MAX_FILES:
-                raise _not_polled(folder.name, f"its folder holds more than {MAX_FILES} files")
-            path = os.path.join(place, name)
-            try:
-                facts = os.stat(path)
-            except OSError:
-                continue
-            digest.update(os.fsencode(os.path.relpath(path, folder)))
-            digest.update(f"\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
-    return digest.hexdigest()
 
 
 def _not_polled(name: str, why: str) -> TritiumError:

@@ -11,10 +11,9 @@ from tritium.backends.base import Backend, Timing
 from tritium.backends.config import ModelConfig, SequenceBatching, WarmupInput, WarmupSample
 from tritium.errors import TritiumError
 from tritium.serving.batch import zeros
+from tritium.serving.fingerprint import WARMUP_FOLDER
 from tritium.serving.state import Teller, read_tensor
 from tritium.types import DType, InferRequest, SequenceRef, Tensor
-
-WARMUP_FOLDER = "warmup"
 
 
 def requests_of(config: ModelConfig, sample: WarmupSample, version: str, folder: Path | None) -> list[InferRequest]:
