@@ -20,22 +20,22 @@ from tritium.serving.model_files import keep_labels
 _WHOLE = ("dynamic_batching", "response_cache", "model_warmup", "version_policy", "metric_tags")
 
 
-def same_model(before: ModelConfig, after: ModelConfig) -> bool:
-    """Whether a model that was loaded for one configuration is what a load for the other would make."""
-    return _essence(before.source) == _essence(after.source)
-
-
-def followed(completed: ModelConfig, before: ModelConfig, after: ModelConfig) -> ModelConfig:
-    """The configuration of a live model that follows its file.
+def followed(completed: ModelConfig, before: ModelConfig, after: ModelConfig) -> ModelConfig | None:
+    """The configuration of a live model that follows its file; None when that takes a load.
 
     Args:
         completed: what the model is served with, which a backend has completed from ``before``.
         before: what the file said at the load.
-        after: what it says now; ``same_model`` as ``before``.
+        after: what it says now; clients also send back what they were shown, ``completed``, with changes.
 
     Raises:
         TritiumError: INVALID_ARGUMENT when the whole contradicts itself.
     """
+    wanted = _essence(after.source)
+    if wanted != _essence(before.source):
+        if wanted != _essence(completed.source):
+            return None
+        before = completed
     source = type(completed.source)()
     source.CopyFrom(completed.source)
     for name in (*_WHOLE, "sequence_batching"):

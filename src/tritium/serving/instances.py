@@ -17,7 +17,7 @@ from tritium.errors import Code, TritiumError, invalid
 from tritium.serving import warmup
 from tritium.serving.batch import rows_of
 from tritium.serving.cache import Cache
-from tritium.serving.changes import followed, same_model
+from tritium.serving.changes import followed
 from tritium.serving.dynamic import DynamicBatcher
 from tritium.serving.ensemble import EnsembleRunner
 from tritium.serving.instance import Instance
@@ -124,9 +124,9 @@ class Instances(Backend):
     async def reconfigure(self, context: LoadContext) -> Change | None:
         """Other queues, batches and needs of the rate limiter for the same copies."""
         batcher = self._batcher
-        if batcher is None or not same_model(self.context.config, context.config):
-            return None
         config = followed(self._config, self.context.config, context.config)
+        if batcher is None or config is None:
+            return None
         places = _places(config)
         limiter = self._surroundings.limiter
         for place in places:
