@@ -117,7 +117,8 @@ async def test_batching_and_queues_change_under_requests_that_wait(repository: P
         "response_cache { enable: true }",
         "metric_tags { key: 'team' value: 'a' }",
         "version_policy { all { } }",
-        "model_warmup { name: 'w' batch_size: 1 inputs { key: 'IN' value { data_type: TYPE_FP32 dims: 2 zero_data: true } } }",
+        "model_warmup { name: 'w' batch_size: 1 "
+        "inputs { key: 'IN' value { data_type: TYPE_FP32 dims: 2 zero_data: true } } }",
     ],
 )
 async def test_settings_that_a_live_model_follows(repository: Path, said: list[str], more: str):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,16 @@ def files_of(folder: Path) -> list[File]:
                 continue
             found.append(File(os.path.relpath(path, folder), facts.st_size, facts.st_mtime_ns))
     return sorted(found, key=lambda file: file.path)
+
+
+def newest(folder: Path) -> float:
+    """When something last came or went in a folder, or was written to, in seconds since the epoch; 0 for no folder."""
+    times = [0.0]
+    for place, _, files in os.walk(folder):
+        for name in ("", *files):
+            with suppress(OSError):
+                times.append(os.stat(os.path.join(place, name)).st_mtime)
+    return max(times)
 
 
 def digest(files: Iterable[File]) -> str:

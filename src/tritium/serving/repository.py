@@ -6,13 +6,14 @@ are only ever looked up in the listing of a repository, never joined into a path
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from tritium.backends import detect
+from tritium.backends import detect, incomplete
 from tritium.backends.base import LoadContext
 from tritium.backends.config import All, Latest, ModelConfig, Specific
 from tritium.errors import Code, TritiumError, invalid
@@ -97,6 +98,18 @@ class Repository:
         """A digest that differs when a file of the model has changed; "" when there is no such model. Blocks."""
         places = self._scan().get(name, [])
         return fingerprint.digest(fingerprint.files_of(places[0])) if len(places) == 1 else ""
+
+    def fresh(self, name: str, seconds: float) -> bool:
+        """Whether something in a model's folder has changed in the last ``seconds``. Blocks."""
+        return any(time.time() - fingerprint.newest(place) < seconds for place in self._scan().get(name, []))
+
+    def incomplete(self, name: str) -> str:
+        """What a model's checkpoints still lack by their own word; "" when nothing says so. Blocks."""
+        for place in self._scan().get(name, []):
+            for version in versions_of(place):
+                if lacking := incomplete(place / str(version)):
+                    return f"version {version}: {lacking}"
+        return ""
 
     def plan(self, name: str, override: str | None = None, files: Mapping[str, bytes] | None = None) -> Plan:
         """Reads what a model's files ask for. Blocks; call it in a thread.

@@ -162,6 +162,8 @@ class Server:
             names = list(dict.fromkeys(self._load_models))
             if self._control != "explicit" or ALL_MODELS in names:
                 names = await asyncio.to_thread(self._repository.names)
+            if self._control == "poll":
+                names = await self._watcher.whole(names)
             await self._catalog.start(names)
         self._started = True
         if self._control == "poll":
