@@ -34,6 +34,7 @@ class LoadContext:
             ``--disable-auto-complete-config``).
         backend_config: what ``--backend-config`` says to this backend, texts by key.
         files: a digest of the files that a load reads, all but those that hold settings; "" when it is not known.
+        content: the same by what they hold, also on another machine, where answers are cached; otherwise "".
     """
 
     name: str
@@ -47,6 +48,7 @@ class LoadContext:
     auto_complete: bool = True
     backend_config: Mapping[str, str] = field(default_factory=dict[str, str])
     files: str = ""
+    content: str = ""
 
 
 @dataclass(frozen=True, slots=True)

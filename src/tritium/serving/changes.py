@@ -31,9 +31,9 @@ def followed(completed: ModelConfig, before: ModelConfig, after: ModelConfig) ->
     Raises:
         TritiumError: INVALID_ARGUMENT when the whole contradicts itself.
     """
-    wanted = _essence(after.source)
-    if wanted != _essence(before.source):
-        if wanted != _essence(completed.source):
+    wanted = essence(after.source)
+    if wanted != essence(before.source):
+        if wanted != essence(completed.source):
             return None
         before = completed
     source = type(completed.source)()
@@ -74,7 +74,7 @@ def on_device(config: ModelConfig, backend: Backend) -> ModelConfig:
     return replace(config, instances=groups)
 
 
-def _essence(source: Any) -> bytes:
+def essence(source: Any) -> bytes:
     """A configuration without what a live model follows."""
     kept = type(source)()
     kept.CopyFrom(source)

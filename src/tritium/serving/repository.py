@@ -154,6 +154,7 @@ class Repository:
     ) -> LoadContext:
         folder = found.folder / str(version)
         own = _read_triton_config(folder, f"{found.name}/{version}/{TRITON_CONFIG_FILE}")
+        read = fingerprint.loaded_by(files, version, label_files(config))
         return LoadContext(
             name=found.name,
             version=str(version),
@@ -167,7 +168,8 @@ class Repository:
                 **self.backend_settings.get("", {}),
                 **self.backend_settings.get(config.backend or config.platform, {}),
             },
-            files=fingerprint.digest(fingerprint.loaded_by(files, version, label_files(config))),
+            files=fingerprint.digest(read),
+            content=fingerprint.content(found.folder, read) if config.response_cache else "",
         )
 
     def _read_config(self, found: Found, versions: Sequence[int], override: str | None) -> ModelConfig:

@@ -106,8 +106,7 @@ class Server:
         services = Services(self.infer_stream, self.load, self.unload, self.model_ready, metrics)
         if cache is not None and metrics is not None:
             metrics.watch_cache(lambda: cache.stats)
-        if cache is not None and metrics is not None:
-            metrics.watch_cache(lambda: cache.stats)
+        self._cache = cache
         surroundings = Surroundings(services, rate_limiter or RateLimiter(), cache)
         self._catalog = Catalog(self._repository, metrics, load_limit, surroundings)
         self._watcher = Watcher(self._catalog, self._repository, everything=control != "explicit")
@@ -177,6 +176,8 @@ class Server:
             await asyncio.gather(self._polling, return_exceptions=True)
         _log.info("draining", timeout_s=timeout_s)
         await self._catalog.close(timeout_s)
+        if self._cache is not None:
+            await self._cache.close()
 
     @property
     def draining(self) -> bool:

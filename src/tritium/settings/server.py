@@ -78,7 +78,9 @@ class ServerSettings:
         allow_cpu_metrics: show use of processors and memory.
         trace_config: ``KEY=VALUE`` with level (OFF, TIMESTAMPS, TENSORS), rate, count, mode, or
             ``triton,file=FILE`` and ``triton,log-frequency=N``; may be repeated.
-        cache_config: ``local,size=BYTES`` keeps answers of models that want it; may be repeated.
+        cache_config: ``local,size=BYTES`` keeps answers of models that want it, ``redis,host=HOST,port=PORT`` does
+            so in a Redis (also user, password, db, connect_timeout, socket_timeout, wait_timeout in ms, pool_size,
+            keep_alive, tls_enabled, cert, key, cacert, cacert_dir); may be repeated.
         rate_limit: execution_count lets instances run by their resources and priorities.
         rate_limit_resource: ``NAME:COUNT[:DEVICE]``: units of a resource of the rate limiter; may be repeated.
         backend_config: ``BACKEND,KEY=VALUE`` for all models of a backend; may be repeated.
