@@ -187,6 +187,10 @@ class Backend(ABC):
     def ready(self) -> bool:
         """Whether requests make progress now."""
 
+    async def healthy(self) -> bool:
+        """Whether it is ready by the word of the model itself too, where that has one."""
+        return self.ready()
+
     def reason(self) -> str:
         """Why it is not ready; "" when it is."""
         return ""

@@ -19,6 +19,7 @@ from tritium.serving.model import Model, State
 from tritium.serving.model_files import Scratch
 from tritium.serving.repository import Plan, Repository
 from tritium.serving.request_checks import parse_version
+from tritium.serving.stats import ModelStats
 from tritium.serving.swap import Swap, draft, drain, load_all
 from tritium.serving.views import IndexEntry
 
@@ -71,6 +72,22 @@ class Catalog:
         """The ready versions of a name, ascending; none for an unknown one."""
         entry = self._entries.get(name)
         return entry.serving() if entry is not None else []
+
+    def statistics(self, name: str, version: str) -> list[ModelStats]:
+        """Counters of the ready versions of all names for "", of one, or of one version.
+
+        Raises:
+            TritiumError: INVALID_ARGUMENT, as Triton answers, when there is none of that name or version.
+        """
+        if not name:
+            return [model.stats for model in self.models() if model.state is State.READY]
+        serving = self.serving(name)
+        if not serving:
+            raise invalid(f"requested model '{name}' is not available")
+        found = [m.stats for m in serving if not version or m.version == version]
+        if not found:
+            raise invalid(f"requested model version is not available for model '{name}'")
+        return found
 
     def find(self, name: str, version: str) -> Model:
         """The version that was asked for, or the highest ready one for "".

@@ -31,6 +31,9 @@ from tritium.types import InferRequest, InferResponse
 # Where Linux lists the GPUs that its NVIDIA driver serves.
 GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 
+# What a model may take to say whether it is ready, in seconds.
+ASK_S = 5.0
+
 Kind = Literal["cpu", "gpu", "model"]
 
 
@@ -155,6 +158,16 @@ class Instances(Backend):
     def ready(self) -> bool:
         """Whether a copy takes requests."""
         return self._batcher is not None and any(instance.ready for instance in self._instances)
+
+    async def healthy(self) -> bool:
+        """Whether no copy that runs says that it is not ready (``is_ready`` of a Python model), or is silent."""
+        if not self.ready():
+            return False
+        try:
+            async with asyncio.timeout(ASK_S):
+                return all(await asyncio.gather(*(one.healthy() for one in self._instances if one.ready)))
+        except TimeoutError:
+            return False
 
     def reason(self) -> str:
         """Why none does; "" when one does."""

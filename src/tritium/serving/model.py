@@ -132,6 +132,10 @@ class Model:
         """Whether a request would be answered now."""
         return self.state is State.READY and self._backend is not None and self._backend.ready()
 
+    async def healthy(self) -> bool:
+        """Whether it is ready, by the word of the model itself too."""
+        return self.ready() and self._backend is not None and await self._backend.healthy()
+
     @property
     def unloaded(self) -> bool:
         """Whether it went out of service because it was told to."""
@@ -180,7 +184,7 @@ class Model:
             check_config(config)
             await backend.load()
             if not isinstance(backend, Instances):
-                await warmup.through(backend, config, self.version, self.context.model_folder)
+                await warmup.through(backend, config, self.version, self.context.model_folder, self.stats)
             self.config = keep_labels(render(on_device(config, backend)), self.config)
         except BaseException:
             await unload_quietly(backend, self.name)

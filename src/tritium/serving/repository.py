@@ -58,6 +58,7 @@ class Repository:
         settings: passed on to every backend.
         backend_settings: texts by key, by the name of the backend that they are for; "" is for all.
         config_name: a model's configuration is ``configs/<this>.pbtxt``, where there is such a file.
+        namespacing: a name was meant to stand for one model in each folder, which no folder may need.
         auto_complete: whether backends may complete configurations; without, a model must have a file.
     """
 
@@ -65,17 +66,26 @@ class Repository:
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
     backend_settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     config_name: str = ""
+    namespacing: bool = False
     auto_complete: bool = True
 
     def check(self) -> None:
-        """Checks that the folders are there.
+        """Checks that the folders are there and, where namespaces are asked for, that nobody needs them.
 
         Raises:
-            TritiumError: NOT_FOUND naming the folder.
+            TritiumError: NOT_FOUND naming the folder; UNIMPLEMENTED naming models that several folders have.
         """
         for folder in self.folders:
             if not folder.is_dir():
                 raise TritiumError(Code.NOT_FOUND, f"model repository '{folder}' is not a folder")
+        twice = [name for name, places in sorted(self._scan().items()) if len(places) > 1]
+        if self.namespacing and twice:
+            raise TritiumError(
+                Code.UNIMPLEMENTED,
+                f"--model-namespacing: {', '.join(twice)} are in more than one model repository, and requests cannot "
+                "say which one they mean; expected names that differ",
+                param="model_namespacing",
+            )
 
     def names(self) -> list[str]:
         """Names of all model folders, in order."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 from tritium.backends.base import LoadContext
 from tritium.backends.config import ModelConfig
-from tritium.errors import Code, TritiumError, invalid
+from tritium.errors import Code, TritiumError
 from tritium.llm.types import GenerateRequest, TokenDelta
 from tritium.observability import logs
 from tritium.observability.metrics import Metrics
@@ -61,6 +61,7 @@ class Server:
         settings: engine settings for every model, by field name; what a model's own files say wins.
         backend_settings: ``--backend-config``: texts by key, by backend; "" is for all.
         config_name: of the configuration files to prefer (``configs/<this>.pbtxt``).
+        namespacing: names were meant to differ by repository; refused at the start where they do.
         auto_complete: whether backends complete configurations.
         name: what the server calls itself in its metadata.
         strict_readiness: ready means that every model that should be is; otherwise that it takes requests.
@@ -81,6 +82,7 @@ class Server:
         settings: Mapping[str, object] | None = None,
         backend_settings: Mapping[str, Mapping[str, str]] | None = None,
         config_name: str = "",
+        namespacing: bool = False,
         auto_complete: bool = True,
         name: str = "tritium",
         strict_readiness: bool = True,
@@ -101,9 +103,10 @@ class Server:
             dict(settings or {}),
             backend_settings=dict(backend_settings or {}),
             config_name=config_name,
+            namespacing=namespacing,
             auto_complete=auto_complete,
         )
-        services = Services(self.infer_stream, self.load, self.unload, self.model_ready, metrics)
+        services = Services(self.infer_stream, self.load, self.unload, self.model_healthy, metrics)
         if cache is not None and metrics is not None:
             metrics.watch_cache(lambda: cache.stats)
         self._cache = cache
@@ -202,6 +205,10 @@ class Server:
             return not self._draining and self._model(name, version).ready()
         except TritiumError:
             return False
+
+    async def model_healthy(self, name: str, version: str = "") -> bool:
+        """The same, and the model itself is asked, where it has a say (``is_ready`` of a Python model)."""
+        return self.model_ready(name, version) and await self._model(name, version).healthy()
 
     def model_reason(self, name: str, version: str = "") -> str:
         """Why that version is not ready, as far as is known; "" when it is, or for what is unknown."""
@@ -308,15 +315,7 @@ class Server:
         Raises:
             TritiumError: INVALID_ARGUMENT, as Triton answers, when there is none of that name or version.
         """
-        if not name:
-            return [model.stats for model in self._catalog.models() if model.state is State.READY]
-        serving = self._catalog.serving(name)
-        if not serving:
-            raise invalid(f"requested model '{name}' is not available")
-        found = [m.stats for m in serving if not version or m.version == version]
-        if not found:
-            raise invalid(f"requested model version is not available for model '{name}'")
-        return found
+        return self._catalog.statistics(name, version)
 
     def index(self, ready_only: bool = False) -> list[IndexEntry]:
         """The models of the repositories and those that are loaded, a line for each version."""

@@ -44,6 +44,8 @@ class ServerSettings:
         repository_poll_secs: how often mode poll looks at the repository, in seconds.
         load_model: model to load at start in mode explicit; may be repeated, ``*`` is all.
         model_config_name: a model's configuration is ``configs/<this>.pbtxt``, where there is such a file.
+        model_namespacing: models of different repositories may have the same name; refused when any two do, since no
+            protocol could say which of them is meant.
         disable_auto_complete_config: do not add to configurations what the models themselves say.
         model_load_limit: models that load at the same time.
         strict_readiness: ready means that every model that should be loaded is; otherwise that requests are taken.
@@ -110,6 +112,7 @@ class ServerSettings:
     repository_poll_secs: Annotated[float, msgspec.Meta(gt=0)] = 15.0
     load_model: tuple[str, ...] = ()
     model_config_name: str = ""
+    model_namespacing: bool = False
     disable_auto_complete_config: bool = False
     model_load_limit: Positive = 4
     strict_readiness: bool = True
