@@ -82,7 +82,7 @@ class Repository:
         if self.namespacing and twice:
             raise TritiumError(
                 Code.UNIMPLEMENTED,
-                f"--model-namespacing: {', '.join(twice)} are in more than one model repository, and requests cannot "
+                f"--model-namespacing: {', '.join(twice)} lie in more than one model repository, and requests cannot "
                 "say which one they mean; expected names that differ",
                 param="model_namespacing",
             )
