@@ -32,7 +32,7 @@ bench: $(VENV)/.installed
 	@for workload in A B C D E kv; do $(BIN)/tritium bench $$workload --model $(MODEL) $(ARGS) || exit 1; echo; done
 
 soak: $(VENV)/.installed-dev
-	@$(BIN)/python scripts/soak.py --seconds $(SOAK_SECONDS) $(ARGS)
+	@$(BIN)/python -m scripts.soak --seconds $(SOAK_SECONDS) $(ARGS)
 
 $(VENV)/.installed: $(INPUTS)
 	@PYTHON="$(PYTHON)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" scripts/install

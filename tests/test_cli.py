@@ -191,6 +191,11 @@ def test_unknown_names(name: str, said: str) -> None:
         (ServerSettings(), "nothing to serve"),
         (ServerSettings(model="m", model_repository=("r",)), "expected one of them"),
         (ServerSettings(model_repository=("r",), load_model=("m",)), "--load-model needs"),
+        (
+            ServerSettings(model_repository=("r",), model_control_mode="explicit", load_model=("*", "m")),
+            "Wildcard model name '\\*' must be the ONLY startup model",
+        ),
+        (ServerSettings(model="m", model_namespacing=True), "--model-namespacing needs --model-repository"),
         (ServerSettings(model="m", model_control_mode="explicit"), "explicit needs --model-repository"),
         (ServerSettings(model_repository=("r",), served_model_name=("x",)), "--served-model-name needs a MODEL"),
         (ServerSettings(model="m", http_port=7, metrics_port=7), "--http-port and --metrics-port are both 7"),

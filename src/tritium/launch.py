@@ -91,6 +91,10 @@ def check(settings: ServerSettings) -> None:
         raise invalid(f"both MODEL ({settings.model}) and --model-repository are given, expected one of them")
     if settings.load_model and settings.model_control_mode != "explicit":
         raise invalid("--load-model needs --model-control-mode explicit", param="load_model")
+    if "*" in settings.load_model and len(set(settings.load_model)) > 1:
+        raise invalid("Wildcard model name '*' must be the ONLY startup model if specified at all.", param="load_model")
+    if settings.model_namespacing and settings.model is not None:
+        raise invalid("--model-namespacing needs --model-repository", param="model_namespacing")
     if settings.model is not None and settings.model_control_mode != "none":
         raise invalid(
             f"--model-control-mode {settings.model_control_mode} needs --model-repository", param="model_control_mode"
@@ -153,6 +157,7 @@ def make_server(
             settings=engine,
             backend_settings=groups("--backend-config", settings.backend_config),
             config_name=settings.model_config_name,
+            namespacing=settings.model_namespacing,
             auto_complete=not settings.disable_auto_complete_config,
             name=settings.server_name,
             strict_readiness=settings.strict_readiness,

@@ -44,7 +44,11 @@ async def _no_answers(_: InferRequest) -> AsyncIterator[InferResponse]:
     yield
 
 
-NOTHING = Services(_no_answers, _refuse, _refuse, lambda name, version: False)
+async def _not_ready(name: str, version: str) -> bool:
+    return False
+
+
+NOTHING = Services(_no_answers, _refuse, _refuse, _not_ready)
 
 
 def services(**changes: Any) -> Services:

@@ -250,7 +250,10 @@ class TritonPythonModel:
     async def unload(name: str, dependents: bool) -> None:
         done.append((name, dependents))
 
-    given = services(load=load, unload=unload, ready=lambda name, version: (name, version) == ("b", "2"))
+    async def ready(name: str, version: str) -> bool:
+        return (name, version) == ("b", "2")
+
+    given = services(load=load, unload=unload, ready=ready)
     async with running(tmp_path, code, FLOATS, given) as instance:
         assert value(await answer(instance, ask(floats(1)))) == [0, 1]
     assert done == [("a", None, None), ("b", '{"x": 1}', {"file:1/model.py": b"code"}), ("a", True)]

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -88,41 +84,3 @@ def test_the_command_line_of_the_article(repository: Path, tmp_path: Path) -> No
     assert "--trace-level is deprecated, it was taken as --trace-config=level=MAX" in said
     assert "--enable-inflight-batching changes nothing here" in said
     assert "only this machine can connect; --host 0.0.0.0 listens on every address" in said
-
-
-def test_reload_under_load(repository: Path, tmp_path: Path) -> None:
-    """SIGHUP and ``POST /reload`` take a new version in while requests run; none of them fails."""
-    with LiveServer([f"--model-repository={repository}"], tmp_path / "log") as server:
-        where = f"{server.url}/v2/models/adder/infer"
-        done, failed, seen = threading.Event(), [], set()
-
-        def ask() -> None:
-            with httpx.Client() as client:
-                while not done.is_set():
-                    answer = client.post(where, json=BODY)
-                    if answer.status_code == 200:
-                        seen.add(answer.json()["outputs"][0]["data"][0])
-                    else:
-                        failed.append(answer.text)
-
-        clients = [threading.Thread(target=ask) for _ in range(2)]
-        for client in clients:
-            client.start()
-        try:
-            write_model(repository, 10, version=2)
-            assert server.process is not None
-            os.kill(server.process.pid, signal.SIGHUP)
-            deadline = time.monotonic() + 30
-            while 11 not in seen and time.monotonic() < deadline:
-                time.sleep(0.05)
-            write_model(repository, 100, version=3)
-            changes = httpx.post(f"{server.url}/reload", timeout=30).json()
-            assert changes["loaded"] == ["adder"]
-            while 101 not in seen and time.monotonic() < deadline:
-                time.sleep(0.05)
-        finally:
-            done.set()
-            for client in clients:
-                client.join()
-        assert not failed
-        assert {2, 11, 101} <= seen

@@ -132,18 +132,23 @@ async def test_errors_are_not_kept_and_broken_entries_are_none():
 
 def test_the_salt_tells_loads_apart_unless_the_cache_is_shared():
     local, config = LocalCache(1), config_of(ECHO)
-    assert salt_of(local, config) != salt_of(local, config)
+    assert salt_of(local, config, "a") != salt_of(local, config, "a")
     local.shared = True  # type: ignore[misc]
-    assert salt_of(local, config) == salt_of(local, config)
-    assert salt_of(local, config) != salt_of(local, config_of(ECHO, "other"))
+    assert salt_of(local, config, "a") == salt_of(local, config, "a")
+    assert salt_of(local, config, "a") != salt_of(local, config, "b")
+    assert salt_of(local, config, "a") != salt_of(local, config_of(ECHO, "other"), "a")
+    # Nothing is known of the files: nothing is shared.
+    assert salt_of(local, config, "") != salt_of(local, config, "")
 
 
 def test_the_option():
     assert parse_cache_config([]) is None
     assert isinstance(parse_cache_config(["local,size=4096"]), LocalCache)
-    for text in ("local", "redis,size=1", "local,size=-1", "local,host=1", "local,size=0"):
+    for text in ("local", "disk,size=1", "local,size=-1", "local,host=1", "local,size=0", "local,size=1,host=2"):
         with pytest.raises(TritiumError, match=r"--cache-config is|expected a positive number"):
             parse_cache_config([text])
+    with pytest.raises(TritiumError, match="names the caches local and redis"):
+        parse_cache_config(["local,size=4096", "redis,host=a,port=1"])
 
 
 async def test_a_model_with_a_cache(repository: Path):

@@ -97,6 +97,8 @@ async def test_a_backend_that_schedules_itself_is_warmed_up_too(repository: Path
     async with serving(repository, control="explicit", load_models=["echo"]) as server:
         assert server.model_ready("echo")
         assert len(Echo.made[0].seen) == 4
+        # As recorded from Triton, warm-up runs count.
+        assert server.statistics("echo")[0].inference_count == 4
     write_model(repository, "echo", ECHO + SAMPLE % (1, 'input_data_file: "none"'))
     async with serving(repository, control="explicit") as server:
         error = await refused(server.load("echo"))

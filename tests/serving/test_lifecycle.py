@@ -45,6 +45,21 @@ async def test_all_models_in_explicit_mode(repository: Path):
         assert server.model_ready("echo") and server.model_ready("late")
 
 
+async def test_namespaces_are_refused_where_they_would_matter(repository: Path, tmp_path: Path):
+    """Two models of one name are an error in any case; where namespaces are asked for, it is one of the start."""
+    other = tmp_path / "other"
+    write_model(repository, "echo")
+    write_model(other, "late")
+    async with serving(repository, other, namespacing=True) as server:
+        assert server.model_ready("echo") and server.model_ready("late")
+    write_model(other, "echo")
+    error = await refused(Server([repository, other], namespacing=True).start())
+    assert error.code is Code.UNIMPLEMENTED and error.message.startswith("--model-namespacing: echo lie in more than")
+    async with serving(repository, other, strict_readiness=False) as server:
+        assert server.model_ready("late") and not server.model_ready("echo")
+        assert "2 repositories have a folder of that name" in server.failures()["echo"]
+
+
 async def test_a_load_without_changes_does_nothing_and_one_with_changes_swaps(repository: Path):
     write_model(repository, "echo")
     metrics = Metrics()

@@ -154,7 +154,7 @@ def test_batches_are_runs_from_the_front_and_never_too_large(
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.randoms(use_true_random=False))
 async def test_order_gives_answers_in_the_order_of_requests(counts: list[int], random: object):
-    order, given_back = Order(), []
+    order, given_back = Order(promised=True), []
     jobs = [job() for _ in counts]
     for one in jobs:
         order.add(one)
@@ -175,7 +175,7 @@ async def test_order_gives_answers_in_the_order_of_requests(counts: list[int], r
 
 
 async def test_a_dropped_job_holds_nobody_up():
-    order = Order()
+    order = Order(promised=True)
     first, second = job(), job()
     order.add(first)
     order.add(second)

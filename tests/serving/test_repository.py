@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.serving.fakes import ECHO, write_model
 from tests.serving.test_config import LLAMA, made
 from tritium.errors import Code, TritiumError
-from tritium.serving import repository as module
+from tritium.serving import fingerprint as module
 from tritium.serving.repository import Repository, choose, versions_of
 
 

@@ -23,7 +23,8 @@ from tritium.serving.stats import ModelStats
 )
 def test_reasons(code: Code, reason: str | None, filed: str) -> None:
     metrics = Metrics()
-    stats = ModelStats("m", "1", metrics.add_model("m", "1", "model"))
+    stats = ModelStats("m", "1")
+    stats.attach(metrics.add_model("m", "1", "model"))
     stats.failed(code, 1000, Timing(), reason)
     lines = metrics.render().decode().splitlines()
     counted = [line for line in lines if line.startswith("nv_inference_request_failure{") and not line.endswith(" 0.0")]

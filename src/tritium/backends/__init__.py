@@ -49,6 +49,16 @@ def detect(version_folder: Path) -> str:
     return ""
 
 
+def incomplete(version_folder: Path) -> str:
+    """What the files of a version folder lack by their own word; "" when nothing says so. Blocks.
+
+    Checkpoints tell their sizes; a ``model.py`` and the like do not.
+    """
+    from tritium.llm import checkpoint
+
+    return checkpoint.incomplete(version_folder)
+
+
 def find(backend: str, platform: str, model: str) -> type[Backend]:
     """The class for the ``backend`` and ``platform`` of a configuration; imports it.
 

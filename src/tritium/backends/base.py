@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic_ns
@@ -34,6 +34,8 @@ class LoadContext:
         auto_complete: whether a backend may add to the configuration what its model says (it is off with
             ``--disable-auto-complete-config``).
         backend_config: what ``--backend-config`` says to this backend, texts by key.
+        files: a digest of the files that a load reads, all but those that hold settings; "" when it is not known.
+        content: the same by what they hold, also on another machine, where answers are cached; otherwise "".
     """
 
     name: str
@@ -46,6 +48,33 @@ class LoadContext:
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
     auto_complete: bool = True
     backend_config: Mapping[str, str] = field(default_factory=dict[str, str])
+    files: str = ""
+    content: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """New settings that a live backend can follow.
+
+    Attributes:
+        config: the configuration then, completed as by ``Backend.complete``.
+        apply: makes it so, at once; it cannot fail.
+    """
+
+    config: ModelConfig
+    apply: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory that a load takes, in bytes.
+
+    Attributes:
+        gpus: by index of the device, as ``CUDA_VISIBLE_DEVICES`` counts.
+    """
+
+    host: int = 0
+    gpus: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 class TokenObserver(Protocol):
@@ -159,9 +188,27 @@ class Backend(ABC):
     def ready(self) -> bool:
         """Whether requests make progress now."""
 
+    async def healthy(self) -> bool:
+        """Whether it is ready by the word of the model itself too, where that has one."""
+        return self.ready()
+
     def reason(self) -> str:
         """Why it is not ready; "" when it is."""
         return ""
+
+    async def reconfigure(self, context: LoadContext) -> Change | None:
+        """What it takes to follow another context of the same files without loading them again; None: it takes a load.
+
+        Called while it is loaded and answers. Nothing has changed when this returns.
+
+        Raises:
+            TritiumError: INVALID_ARGUMENT when a load would refuse the new settings too.
+        """
+        return None
+
+    async def footprint(self, context: LoadContext) -> Footprint:
+        """An estimate of what a load of ``context`` would take beside this one; nothing where it is little."""
+        return Footprint()
 
     @abstractmethod
     def stream(self, request: InferRequest, timing: Timing) -> AsyncIterator[InferResponse]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tritium.backends.base import LoadContext, TextBackend, Timing
+from tritium.backends.base import Change, Footprint, LoadContext, TextBackend, Timing
 from tritium.backends.config import ModelConfig
 from tritium.backends.llm_effective import effective, sampling
 from tritium.backends.llm_settings import LlmSettings, read_settings
@@ -47,11 +47,7 @@ class LlmBackend(TextBackend):
     async def complete(self, config: ModelConfig) -> ModelConfig:
         """Adds the standard tensors, all optional: each model speaks text and tokens, whatever its file declares."""
         self._settings = await asyncio.to_thread(read_settings, self.context, find_checkpoint)
-        if config.max_batch_size == 0 and not config.inputs and self._settings.alias != "vllm":
-            # Nobody said how requests look: take batches, since a batch is no more than that many sequences.
-            # Clients of vLLM's backend know: it takes one prompt of shape [1].
-            config = replace(config, max_batch_size=self._settings.engine.max_rows)
-        self._config = complete_tensors(config)
+        self._config = _completed(config, self._settings)
         return self._config
 
     async def load(self) -> None:
@@ -78,9 +74,55 @@ class LlmBackend(TextBackend):
         self.max_length = min(e.info.max_length for e in self._engines if e.info is not None)
         if info.device == "cpu" and any(g.device == "gpu" for g in settings.groups):
             settings.notices.append("instance_group asks for KIND_GPU, but there is no CUDA device: it runs on the CPU")
-        for notice in [*settings.notices, *info.notices]:
-            self._log.warning("%s: %s", name, notice)
+        self._notify([*settings.notices, *info.notices])
         self._form = TensorForm(self, settings, self._config)
+
+    async def reconfigure(self, context: LoadContext) -> Change | None:
+        """Waits and limits of the queue, priorities, tensors and sampling values: the engines keep their weights."""
+        before = self._settings
+        if before is None or not self._engines:
+            return None
+        settings = await asyncio.to_thread(read_settings, context, find_checkpoint)
+        now, then = placements(settings), placements(before)
+        if [env for _, env in now] != [env for _, env in then] or not all(
+            old.same_engine(new) for (old, _), (new, _) in zip(then, now, strict=True)
+        ):
+            return None
+        config = _completed(context.config, settings)
+        metadata = await asyncio.to_thread(read_metadata, Path(settings.engine.model))
+        defaults = sampling_defaults(metadata, settings, self.vocab_size)
+
+        def apply() -> None:
+            self.context, self._settings, self._config = context, settings, config
+            self.sampling_defaults = defaults
+            self._form = TensorForm(self, settings, config)
+            for engine, (queue, _) in zip(self._engines, now, strict=True):
+                engine.follow(queue)
+            self._notify(settings.notices)
+
+        return Change(config, apply)
+
+    async def footprint(self, context: LoadContext) -> Footprint:
+        """What the engines took, the weights by the size of the other checkpoint, the KV cache as it is set."""
+        assert self._settings is not None
+        settings = await asyncio.to_thread(read_settings, context, find_checkpoint)
+        grown = await asyncio.to_thread(_grown, self._settings.engine.model, settings.engine.model)
+        budget = self.engine_info().budget
+        kv_bytes = settings.engine.kv_cache_bytes
+        if kv_bytes is None:
+            kv_bytes = budget.kv_bytes
+        each = int(budget.weights_bytes * grown) + budget.activations_bytes + kv_bytes
+        if self.engine_info().device == "cpu":
+            return Footprint(host=each * len(placements(settings)))
+        gpus: dict[str, int] = {}
+        for _, env in placements(settings):
+            gpu = env.get("CUDA_VISIBLE_DEVICES") or next(iter(visible_gpus()), "0")
+            gpus[gpu] = gpus.get(gpu, 0) + each
+        return Footprint(gpus=gpus)
+
+    def _notify(self, notices: list[str]) -> None:
+        for notice in notices:
+            self._log.warning("%s/%s: %s", self.context.name, self.context.version, notice)
 
     async def unload(self) -> None:
         """Ends the engines."""
@@ -149,6 +191,23 @@ def plan(context: LoadContext) -> tuple[EngineInfo, dict[str, Effective]]:
     planned = ranks.plan(engine)
     planned.info.notices = [*settings.notices, *planned.notices, *planned.info.notices]
     return planned.info, effective(settings, engine, planned.info, planned.checkpoint.metadata)
+
+
+def _completed(config: ModelConfig, settings: LlmSettings) -> ModelConfig:
+    if config.max_batch_size == 0 and not config.inputs and settings.alias != "vllm":
+        # Nobody said how requests look: take batches, since a batch is no more than that many sequences.
+        # Clients of vLLM's backend know: it takes one prompt of shape [1].
+        config = replace(config, max_batch_size=settings.engine.max_rows)
+    return complete_tensors(config)
+
+
+def _grown(before: str, after: str) -> float:
+    """How much larger one checkpoint's files are than another one's."""
+    sizes = [
+        sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else path.stat().st_size
+        for path in (Path(before), Path(after))
+    ]
+    return sizes[1] / max(1, sizes[0])
 
 
 def placements(settings: LlmSettings) -> list[tuple[EngineConfig, Mapping[str, str]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,28 @@ def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
     certificate = _read("grpc_server_cert", settings.grpc_server_cert)
     key = _read("grpc_server_key", settings.grpc_server_key)
     root = _read("grpc_root_cert", settings.grpc_root_cert) if mutual or settings.grpc_root_cert else None
+    _check(settings)
     return grpc.ssl_server_credentials([(key, certificate)], root, mutual)
+
+
+def _check(settings: ServerSettings) -> None:
+    """Refuses files that make no TLS; gRPC itself would only say that it cannot listen."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    cert, key, root = settings.grpc_server_cert, settings.grpc_server_key, settings.grpc_root_cert
+    try:
+        context.load_cert_chain(cert, key)
+    except ssl.SSLError as error:
+        raise invalid(
+            f"--grpc-server-cert {cert} and --grpc-server-key {key} are no certificate and its key (PEM): "
+            f"{error.reason or error}",
+            param="grpc_server_cert",
+        ) from None
+    if root:
+        try:
+            context.load_verify_locations(root)
+        except ssl.SSLError as error:
+            text = f"--grpc-root-cert {root} holds no certificates (PEM): {error.reason or error}"
+            raise invalid(text, param="grpc_root_cert") from None
 
 
 def _read(name: str, path: str) -> bytes:

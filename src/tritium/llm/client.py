@@ -29,6 +29,7 @@ from tritium.llm.types import (
     FromEngine,
     GenerateRequest,
     Progress,
+    QueueSettings,
     Ready,
     Shutdown,
     Submit,
@@ -132,6 +133,16 @@ class EngineClient:
             await asyncio.wait([self._task], timeout=5)
             self._task.cancel()
             self._task = None
+
+    def follow(self, config: EngineConfig) -> None:
+        """Other waits and limits of the queue, for this engine and those that take its place.
+
+        Args:
+            config: as it is now, but for the fields of ``QueueSettings``.
+        """
+        self.config = config
+        if self._up and self._link is not None:
+            self._link.send(_queue_settings(config))
 
     def ready(self) -> bool:
         """Whether the engine is up and its step loop moves."""
@@ -300,6 +311,9 @@ class EngineClient:
                     self._log.info(
                         "the engine is back", engine=self._name, seconds=away_s, requests=len(self._live), pid=self.pid
                     )
+                if self._link is not None:
+                    # They may have changed while it started.
+                    self._link.send(_queue_settings(self.config))
                 if self._live and self._link is not None:
                     self._link.send(Submit([live.request for live in self._live.values()]))
                 if self._started is not None and not self._started.done():
@@ -352,6 +366,12 @@ class EngineClient:
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.kill()
+
+
+def _queue_settings(config: EngineConfig) -> QueueSettings:
+    return QueueSettings(
+        config.max_waiting, config.queue_timeout_us, config.queue_delay_us, tuple(config.preferred_rows)
+    )
 
 
 def _cause(error: Exception) -> str:

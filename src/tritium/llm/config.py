@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import msgspec
@@ -117,6 +117,11 @@ class EngineConfig:
     preferred_rows: tuple[Positive, ...] = field(default=())
     allow_bin: bool = False
     seed: int = 0
+
+    def same_engine(self, other: EngineConfig) -> bool:
+        """Whether they differ only in waits and limits of the queue, which a live engine can follow."""
+        queue = ("max_waiting", "queue_timeout_us", "queue_delay_us", "preferred_rows")
+        return replace(other, **{name: getattr(self, name) for name in queue}) == self
 
     def checked(self) -> EngineConfig:
         """These settings, when each is of its field's type and within its limits.

@@ -28,6 +28,7 @@ from tritium.llm.types import (
     Failed,
     GenerateRequest,
     Progress,
+    QueueSettings,
     Ready,
     SamplingParams,
     ScheduledBatch,
@@ -119,6 +120,9 @@ class Engine:
                 case Abort(ids):
                     for request_id in ids:
                         self._scheduler.abort(request_id)
+                case QueueSettings():
+                    changes = msgspec.structs.asdict(message)
+                    self._scheduler.follow(replace(self._scheduler.config, **changes))
                 case _:
                     self._stopped = True
                     return

@@ -300,6 +300,15 @@ class Abort(msgspec.Struct, array_like=True, gc=False, tag=True):
     ids: list[str]
 
 
+class QueueSettings(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """Front end to engine: other waits and limits of the queue, named as in ``EngineConfig``."""
+
+    max_waiting: int
+    queue_timeout_us: int
+    queue_delay_us: int
+    preferred_rows: tuple[int, ...]
+
+
 class Shutdown(msgspec.Struct, array_like=True, gc=False, tag=True):
     """Front end to engine: end now (draining is the front end's business)."""
 
@@ -329,5 +338,5 @@ class Progress(msgspec.Struct, array_like=True, gc=False, tag=True):
     stats: EngineStats
 
 
-ToEngine = Submit | Abort | Shutdown
+ToEngine = Submit | Abort | QueueSettings | Shutdown
 FromEngine = Ready | Failed | Busy | Progress

@@ -45,3 +45,31 @@ class Machine:
         self._before = (whole, idle)
         busy = (passed - idled) / passed if passed > 0 else 0.0
         return MachineLevels(min(1.0, max(0.0, busy)), total, total - available)
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Host memory that can be taken now: what the kernel calls available, less where a cgroup has a limit."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    free = kib.get("MemAvailable", kib.get("MemFree", 0)) * 1024
+    for group, limit, used in (
+        ("sys/fs/cgroup", "memory.max", "memory.current"),
+        ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        folder = root / group
+        try:
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+        except (OSError, ValueError):  # no such cgroup, or "max"
+            continue
+        free = min(free, left + _reclaimable(folder))
+    return max(free, 0)
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of files that a cgroup counts as used, but that the kernel drops before anything else."""
+    try:
+        stat = (group / "memory.stat").read_text()
+    except OSError:
+        return 0
+    counts = dict(line.split(maxsplit=1) for line in stat.splitlines() if " " in line)
+    return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))

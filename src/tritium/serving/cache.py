@@ -7,23 +7,30 @@ requested outputs are not in it, as in Triton. An entry is bytes, so that it may
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from tritium.backends.base import Timing
-from tritium.backends.config import ModelConfig
-from tritium.errors import invalid
+from tritium.backends.base import LoadContext, Timing
+from tritium.backends.config import ModelConfig, SequenceBatching
+from tritium.errors import TritiumError, invalid
+from tritium.observability import logs
+from tritium.serving.changes import essence as same_answers
 from tritium.serving.closing import closing
+from tritium.settings import shown
 from tritium.types import DType, InferRequest, InferResponse, Parameter, Tensor
 
 # What an entry costs beside its bytes: key, links, objects.
 ENTRY_BYTES = 200
+
+_log = logs.get(__name__)
 
 
 @dataclass(slots=True)
@@ -121,19 +128,40 @@ def parse_cache_config(options: Sequence[str]) -> Cache | None:
     """The cache that ``--cache-config`` asks for; None without any.
 
     Args:
-        options: each ``<cache>,<key>=<value>``; ``local,size=<bytes>`` is the one that there is.
+        options: each ``<cache>,<key>=<value>``, further keys behind commas; the caches are ``local``, with
+            ``size``, and ``redis``, with the keys of ``redis_cache.RedisSettings``.
 
     Raises:
-        TritiumError: INVALID_ARGUMENT quoting what cannot be read.
+        TritiumError: INVALID_ARGUMENT quoting what cannot be read; UNAVAILABLE without the package ``redis``.
     """
-    cache: Cache | None = None
+    given: dict[str, dict[str, str]] = {}
     for text in options:
-        name, _, pair = text.partition(",")
-        key, _, value = pair.partition("=")
-        if name != "local" or key != "size" or not (value.isascii() and value.isdecimal()):
-            raise invalid(f"--cache-config is '{text}', expected local,size=BYTES", param="cache_config")
-        cache = LocalCache(int(value))
-    return cache
+        name, _, pairs = text.partition(",")
+        if name not in ("local", "redis") or "=" not in pairs:
+            raise invalid(
+                f"--cache-config is '{shown('cache_config', (text,))[0]}', expected local,size=BYTES or "
+                "redis,host=HOST,port=PORT",
+                param="cache_config",
+            )
+        # A comma is part of a value unless a key follows.
+        for pair in re.split(r",(?=[a-z_]+=)", pairs):
+            key, _, value = pair.partition("=")
+            given.setdefault(name, {})[key] = value
+    if len(given) > 1:
+        raise invalid("--cache-config names the caches local and redis, expected one of them", param="cache_config")
+    if "redis" in given:
+        from tritium.serving.redis_cache import RedisCache, read_settings
+
+        return RedisCache(read_settings(given["redis"]))
+    return _local(given["local"]) if given else None
+
+
+def _local(given: Mapping[str, str]) -> LocalCache:
+    size = given.get("size", "")
+    if set(given) != {"size"} or not (size.isascii() and size.isdecimal()):
+        said = ",".join(f"{key}={value}" for key, value in given.items())
+        raise invalid(f"--cache-config is 'local,{said}', expected local,size=BYTES", param="cache_config")
+    return LocalCache(int(size))
 
 
 class _Tensor(msgspec.Struct, array_like=True, gc=False):
@@ -185,15 +213,18 @@ def pack(response: InferResponse, asked: Sequence[str]) -> bytes:
     return _encoder.encode(_Entry(list(asked), outputs, response.parameters))
 
 
-def unpack(entry: bytes | memoryview, wanted: Sequence[str]) -> InferResponse | None:
+def unpack(entry: bytes | memoryview, wanted: Sequence[str], *, doubt: bool = False) -> InferResponse | None:
     """The answer in an entry; None when it may lack an output that is wanted, or cannot be read.
 
     Args:
         wanted: names of outputs; the others are left out. Empty for all.
+        doubt: somebody else may have written it: tensors whose bytes do not fit their shapes are none.
     """
     try:
         found = _decoder.decode(entry)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, ValueError):
+        return None
+    if doubt and not all(map(_fits, found.outputs)):
         return None
     if found.asked and not (wanted and set(wanted) <= set(found.asked)):
         return None
@@ -205,15 +236,33 @@ def unpack(entry: bytes | memoryview, wanted: Sequence[str]) -> InferResponse | 
     return InferResponse("", "", "", outputs, found.parameters)
 
 
-def salt_of(cache: Cache, config: ModelConfig) -> bytes:
+def _fits(tensor: _Tensor) -> bool:
+    if any(size < 0 for size in tensor.shape):
+        return False
+    if tensor.dtype is not DType.BYTES:
+        return math.prod(tensor.shape) * tensor.dtype.numpy.itemsize == tensor.data.nbytes
+    try:
+        Tensor(tensor.name, tensor.dtype, tensor.shape, tensor.data).strings()
+    except TritiumError:
+        return False
+    return True
+
+
+def salt_of(cache: Cache, config: ModelConfig, content: str) -> bytes:
     """What makes the keys of one load of a model its own.
 
-    A cache of this process is told every load apart, since the files may have changed. In a shared one, models
-    with equal configurations are taken for the same.
+    A cache of this process is told every load apart. In a shared one, models with equal configurations and files
+    are taken for the same; where nothing is known of the files, it shares nothing.
+
+    Args:
+        content: a digest of the files that the model was loaded from.
     """
-    if not cache.shared:
+    if not cache.shared or not content:
         return os.urandom(16)
-    return hashlib.blake2b(config.source.SerializeToString(deterministic=True), digest_size=16).digest()
+    digest = hashlib.blake2b(digest_size=16)
+    _add(digest, same_answers(config.source))
+    _add(digest, content.encode())
+    return digest.digest()
 
 
 class Memory:
@@ -241,7 +290,7 @@ class Memory:
         key = key_of(request, self._salt)
         entry = await self._cache.get(key)
         wanted = self._wanted(request)
-        known = None if entry is None else unpack(entry, wanted)
+        known = None if entry is None else unpack(entry, wanted, doubt=self._cache.shared)
         timing.cache = "miss" if known is None else "hit"
         timing.cache_ns = time.monotonic_ns() - begin_ns
         if known is not None:
@@ -259,3 +308,13 @@ class Memory:
     def _wanted(self, request: InferRequest) -> list[str]:
         names = {output.name for output in request.outputs}
         return [] if names >= self._outputs else sorted(names)
+
+
+def remember(cache: Cache | None, config: ModelConfig, context: LoadContext) -> Memory | None:
+    """The response cache for a load of a model; None where it is not to have one."""
+    if not config.response_cache or cache is None:
+        return None
+    if isinstance(config.batching, SequenceBatching):
+        _log.warning("response cache is off: a sequence's answers depend on what came before", model=config.name)
+        return None
+    return Memory(cache, [spec.name for spec in config.outputs], salt_of(cache, config, context.content))

@@ -3,59 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from tritium.backends.config import Ensemble, ModelConfig
+from tritium.backends.base import LoadContext
+from tritium.backends.config import ModelConfig
 from tritium.errors import Code, TritiumError, invalid
 from tritium.observability import logs
 from tritium.observability.metrics import Metrics
+from tritium.serving.entry import Entry, pick, steps_of
 from tritium.serving.graph import unavailable
 from tritium.serving.instances import Surroundings
 from tritium.serving.model import Model, State
 from tritium.serving.model_files import Scratch
 from tritium.serving.repository import Plan, Repository
 from tritium.serving.request_checks import parse_version
+from tritium.serving.stats import ModelStats
+from tritium.serving.swap import Swap, draft, drain, load_all
 from tritium.serving.views import IndexEntry, in_words
 
 _log = logs.get(__name__)
-
-
-@dataclass(slots=True)
-class Entry:
-    """One name: its versions, and what is wanted of it.
-
-    Attributes:
-        models: the current versions, by number; also those that failed or were unloaded.
-        fingerprint: of the files that ``models`` were loaded from; "" when a load must not be skipped.
-        scratch: the folder of ``models``, where their files came with a request.
-        polled: its configuration could be read at least once.
-        wanted: a load was asked for later than any unload.
-        named: it was loaded by its name, rather than because an ensemble needs it.
-        plan: that ``models`` were loaded from.
-        suspended: an ensemble that is out of service until its steps are back.
-        lock: held while the name is being loaded.
-    """
-
-    models: dict[int, Model] = field(default_factory=dict[int, Model])
-    fingerprint: str = ""
-    scratch: Scratch | None = None
-    polled: bool = False
-    wanted: bool = True
-    named: bool = False
-    plan: Plan | None = None
-    suspended: bool = False
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def serving(self) -> list[Model]:
-        """The ready versions, ascending."""
-        return [self.models[v] for v in sorted(self.models) if self.models[v].state is State.READY]
-
-    def steps(self) -> set[str]:
-        """Names of the models that its ensemble needs; none for other models."""
-        return set() if self.plan is None else _steps(self.plan)
 
 
 class Catalog:
@@ -105,39 +73,37 @@ class Catalog:
         entry = self._entries.get(name)
         return entry.serving() if entry is not None else []
 
+    def statistics(self, name: str, version: str) -> list[ModelStats]:
+        """Counters of the ready versions of all names for "", of one, or of one version.
+
+        Raises:
+            TritiumError: INVALID_ARGUMENT, as Triton answers, when there is none of that name or version.
+        """
+        if not name:
+            return [model.stats for model in self.models() if model.state is State.READY]
+        serving = self.serving(name)
+        if not serving:
+            raise invalid(f"requested model '{name}' is not available")
+        found = [m.stats for m in serving if not version or m.version == version]
+        if not found:
+            raise invalid(f"requested model version is not available for model '{name}'")
+        return found
+
     def find(self, name: str, version: str) -> Model:
         """The version that was asked for, or the highest ready one for "".
 
         Raises:
             TritiumError: NOT_FOUND, UNAVAILABLE or INVALID_ARGUMENT in Triton's words.
         """
-        number = parse_version(version)
-        entry = self._entries.get(name)
-        unknown = f"Request for unknown model: '{name}'"
-        if entry is None or not entry.models:
-            raise TritiumError(Code.NOT_FOUND, f"{unknown} is not found", param="model", reason="model_not_found")
-        if number is None:
-            serving = entry.serving()
-            if not serving:
-                raise TritiumError(
-                    Code.NOT_FOUND, f"{unknown} has no available versions", param="model", reason="model_not_found"
-                )
-            return serving[-1]
-        model = entry.models.get(number)
-        if model is None:
-            raise TritiumError(
-                Code.NOT_FOUND, f"{unknown} version {number} is not found", param="model", reason="model_not_found"
-            )
-        if model.state is not State.READY:
-            raise TritiumError(Code.UNAVAILABLE, f"{unknown} version {number} is not at ready state", param="model")
-        return model
+        return pick(self._entries.get(name), name, parse_version(version))
 
     def ready(self) -> bool:
         """Whether each model makes progress, apart from those that were unloaded.
 
         A model whose load failed counts, also after an unload, until a load succeeds: so does Triton.
         """
-        return not self._missing and all(model.ready() or model.unloaded for model in self.models())
+        away = any(entry.away for entry in self._entries.values())
+        return not (self._missing or away) and all(model.ready() or model.unloaded for model in self.models())
 
     def index(self, ready_only: bool) -> list[IndexEntry]:
         """A line for each version; a name that was never loaded has a line of its own."""
@@ -237,7 +203,7 @@ class Catalog:
             TritiumError: INVALID_ARGUMENT naming those that cannot be had.
         """
         missing: list[str] = []
-        for step in sorted(_steps(plan)):
+        for step in sorted(steps_of(plan)):
             if step in chain:
                 circle = " -> ".join((*chain, step))
                 raise invalid(f"load failed for model '{plan.name}': circular dependency between ensembles: {circle}\n")
@@ -328,23 +294,68 @@ class Catalog:
         await self._revive(name)
 
     async def _replace(self, entry: Entry, plan: Plan) -> None:
-        """Loads what a plan asks for beside what is there, then swaps; all versions or none."""
+        """Makes what is there follow a plan: all of its versions or none."""
         old = entry.serving()
-        models = {int(context.version): Model(context, self._metrics, self._surroundings) for context in plan.contexts}
+        swap = await draft(plan, old, self._make)
         if not old:
-            entry.models = models
-        async with self._slots:
-            await _load_all(plan.name, list(models.values()))
-        self._retire(old, entry.scratch)
-        for model in models.values():
-            model.open()
-        entry.models, entry.fingerprint, entry.polled = models, plan.fingerprint, True
+            entry.models = swap.models
+        if swap.fresh:
+            async with self._slots:
+                await self._load_fresh(entry, swap)
+        # Nothing waits from here to the end, so that no request finds neither the old nor the new.
+        self._retire(swap.gone, entry.scratch)
+        swap.finish()
+        entry.models, entry.fingerprint, entry.polled = swap.models, plan.fingerprint, True
         # The plan is kept for its steps; the files that came with a request go when the model does.
         entry.scratch, entry.plan, entry.suspended = plan.scratch, replace(plan, scratch=None), False
         self.failures.pop(plan.name, None)
         self._missing.discard(plan.name)
         if not entry.wanted:
             self.unload(plan.name)
+
+    async def _load_fresh(self, entry: Entry, swap: Swap) -> None:
+        """Loads beside what is there or, for want of memory, in its place."""
+        short = await swap.shortage()
+        if not short:
+            await load_all(swap.name, swap.fresh)
+            if swap.gone:
+                _log.info("loaded beside", model=swap.name)
+            return
+        _log.warning("it is drained before it is loaded again, and away meanwhile", model=swap.name, reason=short)
+        entry.away = True
+        try:
+            await drain(swap.gone)
+            try:
+                await load_all(swap.name, swap.fresh)
+            except TritiumError as error:
+                await self._restore(entry, swap, error)
+                raise
+        finally:
+            entry.away = False
+        _log.info("drained, then loaded", model=swap.name)
+
+    async def _restore(self, entry: Entry, swap: Swap, error: TritiumError) -> None:
+        """Loads again what made room for a load that failed.
+
+        Raises:
+            TritiumError: that failed too.
+        """
+        if not entry.wanted:
+            return
+        _log.error("the load failed, what was there is loaded again", model=swap.name, error=error.message)
+        old = [self._make(model.context) for model in swap.gone]
+        entry.models = {**entry.models, **{int(model.version): model for model in old}}
+        try:
+            await load_all(swap.name, old)
+        except TritiumError as again:
+            raise invalid(
+                f"{error.message}what was served before cannot be loaded any more: {again.message}"
+            ) from error
+        for model in old:
+            model.open()
+
+    def _make(self, context: LoadContext) -> Model:
+        return Model(context, self._metrics, self._surroundings)
 
     def _retire(self, models: Sequence[Model], scratch: Scratch | None) -> None:
         """Unloads models as soon as their requests have ended; they take no new ones from now on."""
@@ -366,30 +377,3 @@ class Catalog:
 def _log_failure(name: str, error: BaseException | None) -> None:
     if isinstance(error, TritiumError):
         _log.error("model cannot be loaded", model=name, reason=in_words(name, error.message))
-
-
-def _steps(plan: Plan) -> set[str]:
-    batching = plan.config.batching
-    return {step.model for step in batching.steps} if isinstance(batching, Ensemble) else set()
-
-
-async def _load_all(name: str, models: Sequence[Model]) -> None:
-    """Loads all of them or none.
-
-    Raises:
-        TritiumError: INVALID_ARGUMENT in Triton's words, naming each version that failed and why.
-    """
-    started = time.monotonic()
-    try:
-        results = await asyncio.gather(*(model.load() for model in models), return_exceptions=True)
-        failed = [model for model, result in zip(models, results, strict=True) if result is not None]
-    except asyncio.CancelledError:
-        await asyncio.gather(*(model.unload() for model in models))
-        raise
-    if failed:
-        await asyncio.gather(*(model.unload() for model in models))
-        reasons = "".join(f"version {m.version} is at UNAVAILABLE state: {m.reason};\n" for m in failed)
-        raise invalid(f"load failed for model '{name}': {reasons}")
-    for model in models:
-        seconds = round(time.monotonic() - started, 3)
-        _log.info("model is loaded", model=name, version=model.version, seconds=seconds)

@@ -39,20 +39,38 @@ class DynamicBatcher:
     def __init__(
         self, config: ModelConfig, executors: Sequence[Executor], stats: ModelStats, *, joined: bool = False
     ) -> None:
-        batching = config.batching if isinstance(config.batching, DynamicBatching) else None
-        self._batching = batching
-        self._queue = Queue()
-        self._rule = BatchRule(0)
+        self._order = Order()
+        self._follow(config)
         self._shape = shape_rule(config)
-        if batching is not None:
-            self._queue = Queue(batching.levels, batching.policy, dict(batching.level_policies))
-            self._rule = BatchRule(config.max_batch_size, frozenset(batching.preferred), batching.delay_us * 1000)
-        self._order = Order() if batching is not None and batching.preserve_order else None
         self._name = config.name
         self._stats = stats
         self._timer: asyncio.TimerHandle | None = None
         self._kicking = self._again = self._stopped = False
         self.lanes = [Lane(executor, config, stats, self, joined=joined) for executor in executors]
+
+    def _follow(self, config: ModelConfig) -> None:
+        """Sets up queue and rules; the queue is empty."""
+        batching = config.batching if isinstance(config.batching, DynamicBatching) else None
+        self._batching = batching
+        self._queue = Queue()
+        self._rule = BatchRule(0)
+        self._order.promised = batching is not None and batching.preserve_order
+        if batching is not None:
+            self._queue = Queue(batching.levels, batching.policy, dict(batching.level_policies))
+            self._rule = BatchRule(config.max_batch_size, frozenset(batching.preferred), batching.delay_us * 1000)
+
+    def reconfigure(self, config: ModelConfig) -> None:
+        """Other batching and queues for the same model; requests that wait stay, under the new rules."""
+        waiting = sorted(self._queue, key=lambda job: job.number)
+        self._follow(config)
+        self._set_depth()
+        for job in waiting:
+            self._queue.adopt(job, self._level(job.request))
+            self._order.add(job)
+        self.kick()
+
+    def _level(self, request: InferRequest) -> int:
+        return 0 if self._batching is None else self._batching.level_of(request.priority)
 
     @property
     def pending(self) -> int:
@@ -61,12 +79,15 @@ class DynamicBatcher:
 
     async def start(self) -> None:
         """Begins to run batches."""
+        self._set_depth()
         for lane in self.lanes:
-            # Where nothing is decided by waiting (no batch to be made, no choice of instances, no resources), the next
-            # requests wait right in front of the instance.
-            if self._batching is None and len(self.lanes) == 1 and not lane.limited:
-                lane.depth = DEPTH
             lane.open()
+
+    def _set_depth(self) -> None:
+        """Requests wait in front of the instance where waiting decides nothing: no batch, no choice, no resources."""
+        for lane in self.lanes:
+            plain = self._batching is None and len(self.lanes) == 1 and not lane.limited
+            lane.depth = DEPTH if plain else 1
 
     async def stop(self) -> None:
         """Ends every request with an UNAVAILABLE error; takes no more."""
@@ -105,11 +126,9 @@ class DynamicBatcher:
     def _add(self, request: InferRequest, timing: Timing, rows: int, take: Callable[[Answer], None] | None) -> Job:
         if self._stopped:
             raise TritiumError(Code.UNAVAILABLE, f"model '{self._name}' is being unloaded")
-        batching = self._batching
-        level = 0 if batching is None else batching.level_of(request.priority)
-        job = Job(request, timing, rows, self._shape(request), level, taker=take)
+        job = Job(request, timing, rows, self._shape(request), self._level(request), taker=take)
         now_ns = time.monotonic_ns()
-        if batching is None and not len(self._queue):
+        if self._batching is None and not len(self._queue):
             job.queued_ns = now_ns
             for lane in self.lanes:
                 if lane.free:
@@ -119,8 +138,7 @@ class DynamicBatcher:
                     self._stats.pending(-1)
         self._queue.push(job, now_ns)
         self._stats.pending(1)
-        if self._order is not None:
-            self._order.add(job)
+        self._order.add(job)
         self.kick()
         return job
 
@@ -142,10 +160,7 @@ class DynamicBatcher:
 
     def deliver(self, job: Job, answer: Answer) -> None:
         """Gives an answer to its request, in its turn where order is promised."""
-        if self._order is None:
-            job.give(answer)
-        else:
-            self._order.give(job, answer)
+        self._order.give(job, answer)
 
     def done(self, lane: Lane, job: Job) -> None:
         """A job has ended; one that is to run again goes to the front."""
@@ -201,7 +216,4 @@ class DynamicBatcher:
         """Ends a job that waits. Its error does not wait for earlier answers: nothing came of it to be ordered."""
         self._queue.remove(job)
         self._stats.pending(-1)
-        if self._order is None:
-            job.give(error)
-        else:
-            self._order.drop(job, error)
+        self._order.drop(job, error)

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Literal
 
 from tritium.backends import find
-from tritium.backends.base import Backend, InstanceBackend, LoadContext, Timing
+from tritium.backends.base import Backend, Change, Footprint, InstanceBackend, LoadContext, Timing
 from tritium.backends.config import Ensemble, InstanceGroup, ModelConfig, SequenceBatching
 from tritium.errors import Code, TritiumError, invalid
 from tritium.serving import warmup
 from tritium.serving.batch import rows_of
 from tritium.serving.cache import Cache
+from tritium.serving.changes import followed
 from tritium.serving.dynamic import DynamicBatcher
 from tritium.serving.ensemble import EnsembleRunner
 from tritium.serving.instance import Instance
 from tritium.serving.limiter import RateLimiter
+from tritium.serving.memory import resident_bytes
 from tritium.serving.queue import Answer
 from tritium.serving.sequence import SequenceBatcher
 from tritium.serving.services import Services
@@ -29,6 +31,9 @@ from tritium.types import InferRequest, InferResponse
 
 # Where Linux lists the GPUs that its NVIDIA driver serves.
 GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
+
+# What a model may take to say whether it is ready, in seconds.
+ASK_S = 5.0
 
 Kind = Literal["cpu", "gpu", "model"]
 
@@ -108,10 +113,7 @@ class Instances(Backend):
         for instance in self._instances:
             await self._warm_up(instance)
         batcher = self._make_batcher()
-        for lane, place in zip(batcher.lanes, places, strict=True):
-            lane.allowance = self._surroundings.limiter.register(
-                place.name, place.group.resources, place.group.priority, batcher.kick, place.device
-            )
+        self._allow(batcher, places)
         self._batcher = batcher
         await batcher.start()
 
@@ -123,9 +125,50 @@ class Instances(Backend):
         instances, self._instances = self._instances, []
         await asyncio.gather(*(instance.stop() for instance in instances))
 
+    async def reconfigure(self, context: LoadContext) -> Change | None:
+        """Other queues, batches and needs of the rate limiter for the same copies."""
+        batcher = self._batcher
+        config = followed(self._config, self.context.config, context.config)
+        if batcher is None or config is None:
+            return None
+        places = _places(config)
+        limiter = self._surroundings.limiter
+        for place in places:
+            limiter.needs(place.name, place.group.resources, place.device)
+
+        def apply() -> None:
+            self.context, self._config = context, config
+            self._allow(batcher, places)
+            if isinstance(batcher, SequenceBatcher):
+                assert isinstance(config.batching, SequenceBatching)
+                batcher.reconfigure(config.batching)
+            else:
+                batcher.reconfigure(config)
+
+        return Change(config, apply)
+
+    async def footprint(self, context: LoadContext) -> Footprint:
+        """As many copies as ``context`` wants, each as large as the largest that runs."""
+        sizes = await asyncio.to_thread(lambda: [resident_bytes(pid) for pid in self.pids()])
+        return Footprint(max(sizes, default=0) * len(_places(context.config)))
+
+    def pids(self) -> list[int]:
+        """The processes of the copies that run."""
+        return [one.pid for one in self._instances if one.pid is not None]
+
     def ready(self) -> bool:
         """Whether a copy takes requests."""
         return self._batcher is not None and any(instance.ready for instance in self._instances)
+
+    async def healthy(self) -> bool:
+        """Whether no copy that runs says that it is not ready (``is_ready`` of a Python model), or is silent."""
+        if not self.ready():
+            return False
+        try:
+            async with asyncio.timeout(ASK_S):
+                return all(await asyncio.gather(*(one.healthy() for one in self._instances if one.ready)))
+        except TimeoutError:
+            return False
 
     def reason(self) -> str:
         """Why none does; "" when one does."""
@@ -161,6 +204,16 @@ class Instances(Backend):
         )
         self._instances.append(instance)
         return instance
+
+    def _allow(self, batcher: DynamicBatcher | SequenceBatcher, places: Sequence[_Place]) -> None:
+        """Tells the rate limiter what each copy holds while it executes."""
+        for lane, place in zip(batcher.lanes, places, strict=True):
+            group = place.group
+            lane.exchange(
+                self._surroundings.limiter.register(
+                    place.name, group.resources, group.priority, batcher.kick, place.device
+                )
+            )
 
     def _make_batcher(self) -> DynamicBatcher | SequenceBatcher:
         config = self._config

@@ -37,7 +37,7 @@ class Lane:
         free: whether a batch may be started.
         depth: batches that the instance may have at a time. It runs one; the others wait in front of it, so that it
             need not wait for us. What has not begun is not lost with the instance.
-        allowance: of the rate limiter; set by ``Lane``'s maker before ``open``.
+        allowance: of the rate limiter; set by ``Lane``'s maker before ``open``, see ``exchange``.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class Lane:
         self._rerun = config.parameters.get(RERUN, "").lower() in ("1", "true", "yes")
         self._plain_inputs = not config.batch_inputs and all(spec.reshape is None for spec in config.inputs)
         self._plain_outputs = all(spec.reshape is None for spec in config.outputs)
-        self._closed = self._holding = False
+        self._held: Allowance | None = None
+        self._closed = False
         # Batches that have not returned from the model, in order; and all that still owe an answer.
         self._inside: deque[_Batch] = deque()
         self._batches: set[_Batch] = set()
@@ -87,6 +88,12 @@ class Lane:
         if self.allowance is not None:
             self.allowance.close()
 
+    def exchange(self, allowance: Allowance) -> None:
+        """Other needs from now on; what runs holds what it has taken until its end."""
+        before, self.allowance = self.allowance, allowance
+        if before is not None and before is not self._held:
+            before.close()
+
     def start(self, jobs: Sequence[Job | None], requests: Sequence[InferRequest]) -> bool:
         """Starts a batch at once; False when it cannot be started now and the jobs keep waiting.
 
@@ -97,7 +104,7 @@ class Lane:
         if self.limited and self.allowance is not None:
             if not self.allowance.acquire():
                 return False
-            self._holding = True
+            self._held = self.allowance
         self.free = False
         rows = [1 if job is None else job.rows for job in jobs]
         inside = self._inside
@@ -255,9 +262,11 @@ class Lane:
                 timing.output_ns += times.output_ns
 
     def _release(self) -> None:
-        if self._holding and self.allowance is not None:
-            self.allowance.release()
-        self._holding = False
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
+            if held is not self.allowance:
+                held.close()
 
 
 class _Batch:

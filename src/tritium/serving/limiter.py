@@ -81,6 +81,16 @@ class RateLimiter:
         Raises:
             TritiumError: INVALID_ARGUMENT when it needs more of a resource than there is.
         """
+        member = Allowance(self, self.needs(instance, resources, device), priority, wake)
+        self._members.append(member)
+        return member
+
+    def needs(self, instance: str, resources: Sequence[Resource], device: int = 0) -> Counter[_Key]:
+        """What an instance would hold while it executes.
+
+        Raises:
+            TritiumError: as ``register``.
+        """
         needs: Counter[_Key] = Counter()
         if self._enabled:
             for resource in resources:
@@ -93,9 +103,7 @@ class RateLimiter:
                     f"'{instance}', the minimum required count is {count}",
                     param="rate_limiter",
                 )
-        member = Allowance(self, needs, priority, wake)
-        self._members.append(member)
-        return member
+        return needs
 
     def acquire(self, member: Allowance) -> bool:
         """See ``Allowance.acquire``."""

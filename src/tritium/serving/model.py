@@ -6,19 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from enum import Enum
 
-from tritium.backends.base import Backend, LoadContext, TextBackend, Timing
-from tritium.backends.config import DynamicBatching, ModelConfig, SequenceBatching
+from tritium.backends.base import Backend, Footprint, LoadContext, TextBackend, Timing
+from tritium.backends.config import DynamicBatching, ModelConfig
 from tritium.errors import Code, TritiumError
 from tritium.llm.types import GenerateRequest, TokenDelta
 from tritium.observability import logs
 from tritium.observability.metrics import Metrics
 from tritium.observability.tracing import Trace
 from tritium.serving import warmup
-from tritium.serving.cache import Memory, salt_of
-from tritium.serving.closing import closing
+from tritium.serving.cache import Memory, remember
+from tritium.serving.changes import on_device, same_load, seen_differently
+from tritium.serving.closing import closing, unexpected, unload_quietly
 from tritium.serving.config import render
 from tritium.serving.config_checks import check_config, without_effect
 from tritium.serving.direct import Direct, Done, none_came, too_many
@@ -92,6 +92,10 @@ class Model:
         """Whether a request would be answered now."""
         return self.state is State.READY and self._backend is not None and self._backend.ready()
 
+    async def healthy(self) -> bool:
+        """Whether it is ready, by the word of the model itself too."""
+        return self.ready() and self._backend is not None and await self._backend.healthy()
+
     @property
     def unloaded(self) -> bool:
         """Whether it went out of service because it was told to."""
@@ -113,7 +117,7 @@ class Model:
             self.fail(error)
             raise
         except Exception as error:
-            cause = _unexpected(self.name, "load", error)
+            cause = unexpected(self.name, "load", error)
             self.fail(cause)
             raise cause from error
         except asyncio.CancelledError:
@@ -126,7 +130,7 @@ class Model:
         if self._backend is None:
             raise self._not_loaded()
         self.created_s = int(time.time())
-        self._memory = self._remember()
+        self._memory = remember(self._surroundings.cache, self.config, self.context)
         self._count(self._backend)
         self.state = State.READY
 
@@ -140,12 +144,40 @@ class Model:
             check_config(config)
             await backend.load()
             if not isinstance(backend, Instances):
-                await warmup.through(backend, config, self.version, self.context.model_folder)
-            self.config = keep_labels(render(_placed(config, backend)), self.config)
+                await warmup.through(backend, config, self.version, self.context.model_folder, self.stats)
+            self.config = keep_labels(render(on_device(config, backend)), self.config)
         except BaseException:
-            await _unload_quietly(backend, self.name)
+            await unload_quietly(backend, self.name)
             raise
         return backend
+
+    async def reconfigure(self, context: LoadContext) -> Callable[[], None] | None:
+        """What makes it follow other settings of the same files, at once and without fail; None: it takes a load.
+
+        Raises:
+            TritiumError: INVALID_ARGUMENT when a load would refuse them too.
+        """
+        backend, before = self._backend, self.context
+        if backend is None or self.state is not State.READY or not same_load(before, context):
+            return None
+        change = await backend.reconfigure(context)
+        if change is None:
+            return None
+        config = keep_labels(render(on_device(change.config, backend)), change.config)
+
+        def apply() -> None:
+            change.apply()
+            was, self.context, self.config = self.config, context, config
+            if self._memory is None or not config.response_cache:
+                self._memory = remember(self._surroundings.cache, config, context)
+            if seen_differently(was, config):
+                self._count(backend)
+
+        return apply
+
+    async def footprint(self, context: LoadContext) -> Footprint:
+        """What a load of ``context`` is likely to take beside it."""
+        return Footprint() if self._backend is None else await self._backend.footprint(context)
 
     def fail(self, error: TritiumError) -> None:
         """Makes it UNAVAILABLE, with the reason as Triton writes it: the code in words, then the message."""
@@ -181,7 +213,7 @@ class Model:
         async with self._unloading:
             backend, self._backend = self._backend, None
             if backend is not None:
-                await _unload_quietly(backend, self.name)
+                await unload_quietly(backend, self.name)
             self.state = State.UNAVAILABLE
             self._reason = "unloaded"
 
@@ -278,15 +310,6 @@ class Model:
             return backend.stream(request, timing)
         return self._memory.answers(request, timing, lambda: backend.stream(request, timing))
 
-    def _remember(self) -> Memory | None:
-        cache = self._surroundings.cache
-        if not self.config.response_cache or cache is None:
-            return None
-        if isinstance(self.config.batching, SequenceBatching):
-            _log.warning("response cache is off: a sequence's answers depend on what came before", model=self.name)
-            return None
-        return Memory(cache, [spec.name for spec in self.config.outputs], salt_of(cache, self.config))
-
     async def generate(self, request: GenerateRequest, trace: Trace | None = None) -> AsyncGenerator[TokenDelta]:
         """Continues one sequence; the last delta, and only that, has ``finish``. Closing it aborts.
 
@@ -340,7 +363,7 @@ class Model:
             raise
         except Exception as error:
             run.fail(Code.INTERNAL)
-            raise _unexpected(self.name, "answer", error) from error
+            raise unexpected(self.name, "answer", error) from error
         finally:
             # Left open by a client that went away (GeneratorExit, CancelledError).
             run.fail(Code.CANCELLED)
@@ -366,26 +389,3 @@ class Model:
         if isinstance(backend, TextBackend):
             for index in range(len(backend.engine_stats())):
                 metrics.watch(lambda index=index: backend.engine_stats()[index])
-
-
-async def _unload_quietly(backend: Backend, name: str) -> None:
-    """Unloads; what goes wrong is logged, since nobody is left to be told."""
-    try:
-        await backend.unload()
-    except Exception as error:
-        _unexpected(name, "unload", error)
-
-
-def _unexpected(name: str, doing: str, error: Exception) -> TritiumError:
-    """Logs an error that is none of ours, with its traceback; the client learns its kind only."""
-    _log.exception("backend failed", model=name, doing=doing)
-    return TritiumError(Code.INTERNAL, f"model '{name}' failed to {doing}: {type(error).__name__}")
-
-
-def _placed(config: ModelConfig, backend: Backend) -> ModelConfig:
-    """Groups that left the device open, with the device that an LLM is really on."""
-    if not isinstance(backend, TextBackend):
-        return config
-    device = "cpu" if backend.engine_info().device.startswith("cpu") else "gpu"
-    groups = tuple(replace(g, device=device) if g.device == "auto" else g for g in config.instances)
-    return replace(config, instances=groups)

@@ -68,6 +68,11 @@ def keep_labels(config: ModelConfig, before: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, outputs=outputs)
 
 
+def label_files(config: ModelConfig) -> set[str]:
+    """Paths of the files with names of classes, below the folder of the model."""
+    return {output.label_filename for output in config.source.output if output.label_filename}
+
+
 def with_labels(config: ModelConfig, folder: Path) -> ModelConfig:
     """The configuration with the labels of its outputs.
 

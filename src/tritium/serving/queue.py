@@ -172,6 +172,20 @@ class Queue:
         level.on_time.append(job)
         self._size += 1
 
+    def adopt(self, job: Job, level: int) -> None:
+        """Takes over a job that waits in another queue, under the policy of ``level``; it keeps its time and place.
+
+        It was let in there, so it is let in here, also beyond the most that may wait.
+        """
+        job.level = level
+        wait_us = self.policy(level).wait_us(job.request.timeout_us)
+        job.expires_ns = job.queued_ns + wait_us * 1000 if wait_us else 0
+        if job.expires_ns:
+            heapq.heappush(self._expiries, (job.expires_ns, job.number, job))
+        self._arrivals = max(self._arrivals, job.number)
+        self._levels[level].on_time.append(job)
+        self._size += 1
+
     def put_back(self, job: Job) -> None:
         """Takes a job in again that did not get its execution; it is the next of its level."""
         job.phase = Phase.WAITING
@@ -219,21 +233,31 @@ class Queue:
 
 
 class Order:
-    """Holds answers back until those to all earlier requests have left."""
+    """Holds answers back until those to all earlier requests have left, where that was promised to them.
 
-    def __init__(self) -> None:
+    Attributes:
+        promised: whether it is promised to requests that come from now on; it still holds for those before.
+    """
+
+    def __init__(self, promised: bool = False) -> None:
+        self.promised = promised
         self._line: deque[Job] = deque()
         self._held: dict[Job, deque[Answer]] = {}
         self._complete: set[Job] = set()
 
     def add(self, job: Job) -> None:
         """The next request."""
+        if not self.promised or job in self._held:
+            return
         self._line.append(job)
         self._held[job] = deque()
 
     def give(self, job: Job, answer: Answer) -> None:
         """An answer has come; it leaves in its turn."""
-        if job not in self._held or job in self._complete:
+        if job not in self._held:
+            job.give(answer)
+            return
+        if job in self._complete:
             return
         self._held[job].append(answer)
         if isinstance(answer, TritiumError) or answer.final:

@@ -6,28 +6,22 @@ are only ever looked up in the listing of a repository, never joined into a path
 
 from __future__ import annotations
 
-import hashlib
-import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from tritium.backends import detect
+from tritium.backends import detect, incomplete
 from tritium.backends.base import LoadContext
 from tritium.backends.config import All, Latest, ModelConfig, Specific
 from tritium.errors import Code, TritiumError, invalid
 from tritium.observability import logs
+from tritium.serving import fingerprint
 from tritium.serving.config import empty, make_config, parse_json, parse_text, read_limited
-from tritium.serving.model_files import Scratch, with_labels
-
-CONFIG_FILE = "config.pbtxt"
-# Where ``--model-config-name`` looks, below the folder of a model.
-CONFIGS_FOLDER = "configs"
-TRITON_CONFIG_FILE = "triton_config.json"
-# A fingerprint looks at so many files of a model at most.
-MAX_FILES = 100_000
+from tritium.serving.fingerprint import CONFIG_FILE, CONFIGS_FOLDER, TRITON_CONFIG_FILE, File
+from tritium.serving.model_files import Scratch, label_files, with_labels
 
 _log = logs.get(__name__)
 
@@ -79,6 +73,7 @@ class Repository:
         settings: passed on to every backend.
         backend_settings: texts by key, by the name of the backend that they are for; "" is for all.
         config_name: a model's configuration is ``configs/<this>.pbtxt``, where there is such a file.
+        namespacing: a name was meant to stand for one model in each folder, which no folder may need.
         auto_complete: whether backends may complete configurations; without, a model must have a file.
     """
 
@@ -86,17 +81,26 @@ class Repository:
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
     backend_settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     config_name: str = ""
+    namespacing: bool = False
     auto_complete: bool = True
 
     def check(self) -> None:
-        """Checks that the folders are there.
+        """Checks that the folders are there and, where namespaces are asked for, that nobody needs them.
 
         Raises:
-            TritiumError: NOT_FOUND naming the folder.
+            TritiumError: NOT_FOUND naming the folder; UNIMPLEMENTED naming models that several folders have.
         """
         for folder in self.folders:
             if not folder.is_dir():
                 raise TritiumError(Code.NOT_FOUND, f"model repository '{folder}' is not a folder")
+        twice = [name for name, places in sorted(self._scan().items()) if len(places) > 1]
+        if self.namespacing and twice:
+            raise TritiumError(
+                Code.UNIMPLEMENTED,
+                f"--model-namespacing: {', '.join(twice)} lie in more than one model repository, and requests cannot "
+                "say which one they mean; expected names that differ",
+                param="model_namespacing",
+            )
 
     def names(self) -> list[str]:
         """Names of all model folders, in order."""
@@ -118,7 +122,19 @@ class Repository:
     def fingerprint(self, name: str) -> str:
         """A digest that differs when a file of the model has changed; "" when there is no such model. Blocks."""
         places = self._scan().get(name, [])
-        return fingerprint(places[0]) if len(places) == 1 else ""
+        return fingerprint.digest(fingerprint.files_of(places[0])) if len(places) == 1 else ""
+
+    def fresh(self, name: str, seconds: float) -> bool:
+        """Whether something in a model's folder has changed in the last ``seconds``. Blocks."""
+        return any(time.time() - fingerprint.newest(place) < seconds for place in self._scan().get(name, []))
+
+    def incomplete(self, name: str) -> str:
+        """What a model's checkpoints still lack by their own word; "" when nothing says so. Blocks."""
+        for place in self._scan().get(name, []):
+            for version in versions_of(place):
+                if lacking := incomplete(place / str(version)):
+                    return f"version {version}: {lacking}"
+        return ""
 
     def plan(self, name: str, override: str | None = None, files: Mapping[str, bytes] | None = None) -> Plan:
         """Reads what a model's files ask for. Blocks; call it in a thread.
@@ -140,15 +156,15 @@ class Repository:
             digest = self.fingerprint(name)
             found = Found(name, scratch.folder)
         else:
-            found = self.find(name)
-            # Taken first: a file that changes while it is read makes the next load a real one.
-            digest = fingerprint(found.folder)
-        versions = versions_of(found.folder)
+            found, digest = self.find(name), ""
         try:
+            # Taken first: a file that changes while it is read makes the next load a real one.
+            there = fingerprint.files_of(found.folder)
+            versions = versions_of(found.folder)
             config = with_labels(self._read_config(found, versions, override), found.folder)
             chosen = choose(versions, config)
             general = _read_triton_config(found.folder, f"{name}/{TRITON_CONFIG_FILE}")
-            contexts = tuple(self._context(found, config, version, general) for version in chosen)
+            contexts = tuple(self._context(found, config, version, general, there) for version in chosen)
         except TritiumError as error:
             raise _not_polled(name, error.message) from error
         if not contexts:
@@ -156,11 +172,14 @@ class Repository:
                 f"load failed for model '{name}': at least one version must be available under the version policy "
                 f"of model '{name}'\n"
             )
-        return Plan(name, config, contexts, digest, scratch)
+        return Plan(name, config, contexts, digest if scratch else fingerprint.digest(there), scratch)
 
-    def _context(self, found: Found, config: ModelConfig, version: int, general: Mapping[str, object]) -> LoadContext:
+    def _context(
+        self, found: Found, config: ModelConfig, version: int, general: Mapping[str, object], files: Sequence[File]
+    ) -> LoadContext:
         folder = found.folder / str(version)
         own = _read_triton_config(folder, f"{found.name}/{version}/{TRITON_CONFIG_FILE}")
+        read = fingerprint.loaded_by(files, version, label_files(config))
         return LoadContext(
             name=found.name,
             version=str(version),
@@ -174,6 +193,8 @@ class Repository:
                 **self.backend_settings.get("", {}),
                 **self.backend_settings.get(config.backend or config.platform, {}),
             },
+            files=fingerprint.digest(read),
+            content=fingerprint.content(found.folder, read) if config.response_cache else "",
         )
 
     def _read_config(self, found: Found, versions: Sequence[int], override: str | None) -> ModelConfig:
@@ -250,26 +271,6 @@ def _read_triton_config(folder: Path, shown: str) -> dict[str, object]:
         raise invalid(f"{shown} is not a JSON object: {error}") from error
     except RecursionError:
         raise invalid(f"{shown} is nested too deeply") from None
-
-
-def fingerprint(folder: Path) -> str:
-    """A digest of names, sizes and times of all files of a model; nothing is read."""
-    digest = hashlib.blake2b(digest_size=16)
-    seen = 0
-    for place, folders, files in os.walk(folder):
-        folders.sort()
-        for name in sorted(files):
-            seen += 1
-            if seen > MAX_FILES:
-                raise _not_polled(folder.name, f"its folder holds more than {MAX_FILES} files")
-            path = os.path.join(place, name)
-            try:
-                facts = os.stat(path)
-            except OSError:
-                continue
-            digest.update(os.fsencode(os.path.relpath(path, folder)))
-            digest.update(f"\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
-    return digest.hexdigest()
 
 
 def _not_polled(name: str, why: str) -> TritiumError:

@@ -53,18 +53,14 @@ class SequenceBatcher:
         joined: bool = False,
     ) -> None:
         self._config = config
-        self._batching = batching
         self._stats = stats
         self._joined = joined
         self._teller = Teller(config, batching, folder)
         self._shape = shape_rule(config)
         most = max(1, config.max_batch_size)
+        self._order = Order()
+        self._follow(batching)
         strategy = batching.strategy
-        self._rule = BatchRule(most)
-        if isinstance(strategy, Oldest):
-            self._rule = BatchRule(most, frozenset(strategy.preferred), strategy.delay_us * 1000)
-        ordered = isinstance(strategy, Oldest) and strategy.preserve_order
-        self._order = Order() if ordered else None
         places = strategy.candidates if isinstance(strategy, Oldest) else most
         self.lanes = [Lane(executor, config, stats, self, joined=joined) for executor in executors]
         # Filled crosswise, so that sequences spread over the instances.
@@ -79,6 +75,20 @@ class SequenceBatcher:
         self._kicking = self._again = self._stopped = False
         self._timer: asyncio.TimerHandle | None = None
         self._reaper: asyncio.TimerHandle | None = None
+
+    def _follow(self, batching: SequenceBatching) -> None:
+        """Sets up the rules."""
+        self._batching = batching
+        most, strategy = max(1, self._config.max_batch_size), batching.strategy
+        self._rule = BatchRule(most)
+        if isinstance(strategy, Oldest):
+            self._rule = BatchRule(most, frozenset(strategy.preferred), strategy.delay_us * 1000)
+        self._order.promised = isinstance(strategy, Oldest) and strategy.preserve_order
+
+    def reconfigure(self, batching: SequenceBatching) -> None:
+        """Other delays, sizes and promises for the same sequences; strategy, slots, controls and states stay."""
+        self._follow(batching)
+        self.kick()
 
     @property
     def pending(self) -> int:
@@ -124,8 +134,7 @@ class SequenceBatcher:
         run.used_ns = now_ns
         run.jobs.append(job)
         self._jobs[job] = run
-        if self._order is not None:
-            self._order.add(job)
+        self._order.add(job)
         self._stats.pending(1)
         if request.sequence.end:
             # From here on the id stands for a sequence that is still to begin.
@@ -156,10 +165,7 @@ class SequenceBatcher:
         run = self._jobs.get(job)
         if run is not None and isinstance(answer, InferResponse):
             self._teller.take(answer, run.states)
-        if self._order is None:
-            job.give(answer)
-        else:
-            self._order.give(job, answer)
+        self._order.give(job, answer)
 
     def done(self, lane: Lane, job: Job) -> None:
         """A job has ended, or its model wants to see it again."""
@@ -340,18 +346,14 @@ class SequenceBatcher:
         """With *direct*, each request at the place of its slot, and fillers between them that are not ready."""
         if not isinstance(self._batching.strategy, Direct) or not (self._joined or self._teller.has_ready):
             return list(jobs), requests
-        by_index: dict[int, tuple[Job, InferRequest]] = {}
-        for job, request in zip(jobs, requests, strict=True):
-            slot = self._jobs[job].slot
-            assert slot is not None
-            by_index[slot.index] = (job, request)
-        places: list[Job | None] = []
-        placed: list[InferRequest] = []
-        for index in range(max(by_index) + 1):
-            job, request = by_index.get(index, (None, None))
-            places.append(job)
-            placed.append(request if request is not None else self._teller.filler(jobs[0].request))
-        return places, placed
+        slots = [self._jobs[job].slot for job in jobs]
+        taken = {slot.index: at for at, slot in enumerate(slots) if slot is not None}
+        order = [taken.get(index) for index in range(max(taken) + 1)]
+        filler = self._teller.filler
+        return (
+            [None if at is None else jobs[at] for at in order],
+            [filler(jobs[0].request) if at is None else requests[at] for at in order],
+        )
 
     # -- ends -----------------------------------------------------------------------------------------------
 
@@ -371,10 +373,7 @@ class SequenceBatcher:
         if job in run.jobs:
             run.jobs.remove(job)
         self._stats.pending(-1)
-        if self._order is None:
-            job.give(error)
-        else:
-            self._order.drop(job, error)
+        self._order.drop(job, error)
         self._close_if_over(run)
 
     def _set_reaper(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from tritium.backends.config import ModelConfig
-from tritium.errors import Code, TritiumError, invalid
+from tritium.errors import Code, TritiumError
 from tritium.llm.types import GenerateRequest, TokenDelta
 from tritium.observability import logs
 from tritium.observability.metrics import Metrics
@@ -60,6 +60,7 @@ class Server:
         settings: engine settings for every model, by field name; what a model's own files say wins.
         backend_settings: ``--backend-config``: texts by key, by backend; "" is for all.
         config_name: of the configuration files to prefer (``configs/<this>.pbtxt``).
+        namespacing: names were meant to differ by repository; refused at the start where they do.
         auto_complete: whether backends complete configurations.
         name: what the server calls itself in its metadata.
         strict_readiness: ready means that every model that should be is; otherwise that it takes requests.
@@ -80,6 +81,7 @@ class Server:
         settings: Mapping[str, object] | None = None,
         backend_settings: Mapping[str, Mapping[str, str]] | None = None,
         config_name: str = "",
+        namespacing: bool = False,
         auto_complete: bool = True,
         name: str = "tritium",
         strict_readiness: bool = True,
@@ -100,11 +102,13 @@ class Server:
             dict(settings or {}),
             backend_settings=dict(backend_settings or {}),
             config_name=config_name,
+            namespacing=namespacing,
             auto_complete=auto_complete,
         )
-        services = Services(self.infer_stream, self.load, self.unload, self.model_ready, metrics)
+        services = Services(self.infer_stream, self.load, self.unload, self.model_healthy, metrics)
         if cache is not None and metrics is not None:
             metrics.watch_cache(lambda: cache.stats)
+        self._cache = cache
         surroundings = Surroundings(services, rate_limiter or RateLimiter(), cache)
         self._catalog = Catalog(self._repository, metrics, load_limit, surroundings)
         self._watcher = Watcher(self._catalog, self._repository, everything=control != "explicit")
@@ -159,6 +163,8 @@ class Server:
             names = list(dict.fromkeys(self._load_models))
             if self._control != "explicit" or ALL_MODELS in names:
                 names = await asyncio.to_thread(self._repository.names)
+            if self._control == "poll":
+                names = await self._watcher.whole(names)
             await self._catalog.start(names)
         self._started = True
         if self._control == "poll":
@@ -172,6 +178,8 @@ class Server:
             await asyncio.gather(self._polling, return_exceptions=True)
         _log.info("draining", timeout_s=timeout_s)
         await self._catalog.close(timeout_s)
+        if self._cache is not None:
+            await self._cache.close()
 
     @property
     def draining(self) -> bool:
@@ -196,6 +204,10 @@ class Server:
             return not self._draining and self._model(name, version).ready()
         except TritiumError:
             return False
+
+    async def model_healthy(self, name: str, version: str = "") -> bool:
+        """The same, and the model itself is asked, where it has a say (``is_ready`` of a Python model)."""
+        return self.model_ready(name, version) and await self._model(name, version).healthy()
 
     def model_reason(self, name: str, version: str = "") -> str:
         """Why that version is not ready, as far as is known; "" when it is, or for what is unknown."""
@@ -313,15 +325,7 @@ class Server:
         Raises:
             TritiumError: INVALID_ARGUMENT, as Triton answers, when there is none of that name or version.
         """
-        if not name:
-            return [model.stats for model in self._catalog.models() if model.state is State.READY]
-        serving = self._catalog.serving(name)
-        if not serving:
-            raise invalid(f"requested model '{name}' is not available")
-        found = [m.stats for m in serving if not version or m.version == version]
-        if not found:
-            raise invalid(f"requested model version is not available for model '{name}'")
-        return found
+        return self._catalog.statistics(name, version)
 
     def index(self, ready_only: bool = False) -> list[IndexEntry]:
         """The models of the repositories and those that are loaded, a line for each version."""
@@ -356,13 +360,8 @@ class Server:
         if self._single is not None:
             return Changes()
         changes = await self._watcher.rescan()
-        _log.info(
-            "repositories are looked through",
-            loaded=", ".join(changes.loaded),
-            unloaded=", ".join(changes.unloaded),
-            failed=", ".join(changes.failed),
-            moving=", ".join(changes.moving),
-        )
+        names = {what: ", ".join(getattr(changes, what)) for what in ("loaded", "unloaded", "failed", "moving")}
+        _log.info("repositories are looked through", **names)
         return changes
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:

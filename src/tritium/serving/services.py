@@ -29,14 +29,14 @@ class Services:
         call: ``Server.infer_stream``.
         load: ``Server.load``: name, configuration in JSON, contents of files.
         unload: ``Server.unload``: name, with its dependents.
-        ready: ``Server.model_ready``: name, version.
+        ready: ``Server.model_healthy``: name, version.
         metrics: where metrics of models go; None where nobody reads them.
     """
 
     call: Call
     load: Callable[[str, str | None, Mapping[str, bytes] | None], Awaitable[None]]
     unload: Callable[[str, bool], Awaitable[None]]
-    ready: Callable[[str, str], bool]
+    ready: Callable[[str, str], Awaitable[bool]]
     metrics: Metrics | None = None
 
 
@@ -138,7 +138,7 @@ class Client:
                 await self._services.unload(name, dependents)
                 return None
             case "ready", [name, version]:
-                return self._services.ready(name, version)
+                return await self._services.ready(name, version)
             case "metric_family", [name, kind, description]:
                 metrics = self._services.metrics
                 self._families.append(None if metrics is None else metrics.custom(name, kind, description))

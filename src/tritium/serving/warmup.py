@@ -11,10 +11,10 @@ from tritium.backends.base import Backend, Timing
 from tritium.backends.config import ModelConfig, SequenceBatching, WarmupInput, WarmupSample
 from tritium.errors import TritiumError
 from tritium.serving.batch import zeros
+from tritium.serving.fingerprint import WARMUP_FOLDER
 from tritium.serving.state import Teller, read_tensor
+from tritium.serving.stats import ModelStats
 from tritium.types import DType, InferRequest, SequenceRef, Tensor
-
-WARMUP_FOLDER = "warmup"
 
 
 def requests_of(config: ModelConfig, sample: WarmupSample, version: str, folder: Path | None) -> list[InferRequest]:
@@ -46,8 +46,8 @@ def requests_of(config: ModelConfig, sample: WarmupSample, version: str, folder:
     ]
 
 
-async def through(backend: Backend, config: ModelConfig, version: str, folder: Path | None) -> None:
-    """Runs the samples through a backend that schedules itself.
+async def through(backend: Backend, config: ModelConfig, version: str, folder: Path | None, stats: ModelStats) -> None:
+    """Runs the samples through a backend that schedules itself; they count like any other request, as in Triton.
 
     Raises:
         TritiumError: what a sample failed with.
@@ -56,9 +56,11 @@ async def through(backend: Backend, config: ModelConfig, version: str, folder: P
         for _ in range(sample.count):
             try:
                 for request in requests_of(config, sample, version, folder):
-                    async for answer in backend.stream(request, Timing()):
+                    timing = Timing()
+                    async for answer in backend.stream(request, timing):
                         if answer.error is not None:
                             raise answer.error
+                    stats.succeeded(1, time.monotonic_ns() - request.arrived_ns, timing)
             except TritiumError as error:
                 raise failed(sample, error) from error
 

@@ -13,6 +13,7 @@ import difflib
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -137,6 +138,9 @@ class Effective:
 
 def shown(name: str, value: Any) -> Any:
     """A value as it may be printed: without its secret."""
+    if name == "cache_config":
+        hidden = re.compile(r"(\bpassword=).*?(?=,[a-z_]+=|$)")
+        return tuple(hidden.sub(r"\1***", text) for text in cast("tuple[str, ...]", value))
     if name not in SECRETS:
         return value
     return tuple(f"{text.rpartition('=')[0]}=***" for text in cast("tuple[str, ...]", value))

@@ -45,6 +45,8 @@ class ServerSettings:
         repository_poll_secs: how often mode poll looks at the repository, in seconds.
         load_model: model to load at start in mode explicit; may be repeated, ``*`` is all.
         model_config_name: a model's configuration is ``configs/<this>.pbtxt``, where there is such a file.
+        model_namespacing: models of different repositories may have the same name; refused when any two do, since no
+            protocol could say which of them is meant.
         disable_auto_complete_config: do not add to configurations what the models themselves say.
         model_load_limit: models that load at the same time.
         strict_readiness: ready means that every model that should be loaded is; otherwise that requests are taken.
@@ -79,7 +81,9 @@ class ServerSettings:
         allow_cpu_metrics: show use of processors and memory.
         trace_config: ``KEY=VALUE`` with level (OFF, TIMESTAMPS, TENSORS), rate, count, mode, or
             ``triton,file=FILE`` and ``triton,log-frequency=N``; may be repeated.
-        cache_config: ``local,size=BYTES`` keeps answers of models that want it; may be repeated.
+        cache_config: ``local,size=BYTES`` keeps answers of models that want it, ``redis,host=HOST,port=PORT`` does
+            so in a Redis (also user, password, db, connect_timeout, socket_timeout, wait_timeout in ms, pool_size,
+            keep_alive, tls_enabled, cert, key, cacert, cacert_dir); may be repeated.
         rate_limit: execution_count lets instances run by their resources and priorities.
         rate_limit_resource: ``NAME:COUNT[:DEVICE]``: units of a resource of the rate limiter; may be repeated.
         backend_config: ``BACKEND,KEY=VALUE`` for all models of a backend; may be repeated.
@@ -109,6 +113,7 @@ class ServerSettings:
     repository_poll_secs: Annotated[float, msgspec.Meta(gt=0)] = 15.0
     load_model: tuple[str, ...] = ()
     model_config_name: str = ""
+    model_namespacing: bool = False
     disable_auto_complete_config: bool = False
     model_load_limit: Positive = 4
     strict_readiness: bool = True

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from tritium.errors import Code, TritiumError
 from tritium.llm.config import EngineConfig, Rope, TransformerConfig
-from tritium.llm.runner.kv_cache import KvCache, Size, activations_bytes, free_host_bytes, plan, usable_bytes
+from tritium.llm.runner.kv_cache import KvCache, Size, activations_bytes, plan, usable_bytes
 
 MODEL = TransformerConfig(
     family="llama",
@@ -101,22 +100,6 @@ def test_memory_fraction(fraction: float) -> None:
     with pytest.raises(TritiumError, match="memory_fraction"):
         usable_bytes(replace(CONFIG, memory_fraction=fraction), torch.device("cpu"))
     assert usable_bytes(replace(CONFIG, memory_fraction=0.5), torch.device("cpu")) > 0
-
-
-def write(root: Path, name: str, text: str) -> None:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def test_free_memory(tmp_path: Path) -> None:
-    write(tmp_path, "proc/meminfo", "MemTotal: 2000 kB\nMemFree: 100 kB\nMemAvailable: 1000 kB\nHugePages_Total: 0\n")
-    assert free_host_bytes(tmp_path) == 1000 * 1024
-    write(tmp_path, "sys/fs/cgroup/memory.max", "max\n")
-    write(tmp_path, "sys/fs/cgroup/memory.current", "100000\n")
-    assert free_host_bytes(tmp_path) == 1000 * 1024
-    write(tmp_path, "sys/fs/cgroup/memory.max", "500000\n")
-    assert free_host_bytes(tmp_path) == 400000
 
 
 def test_copies() -> None:

@@ -148,7 +148,7 @@ class KserveGrpc:
         return pb.ServerReadyResponse(ready=self._server.ready())
 
     async def _model_ready(self, request: Any) -> Message:
-        return pb.ModelReadyResponse(ready=self._server.model_ready(request.name, request.version))
+        return pb.ModelReadyResponse(ready=await self._server.model_healthy(request.name, request.version))
 
     async def _server_metadata(self, request: Any) -> Message:
         metadata = self._server.server_metadata()

@@ -120,7 +120,7 @@ class KserveHttp:
         await reply(call.send, 200 if self._server.ready() else 400, content_type=None)
 
     async def _model_ready(self, call: Call) -> None:
-        if self._server.model_ready(call.name, call.version):
+        if await self._server.model_healthy(call.name, call.version):
             await reply(call.send, 200, content_type=None)
         else:
             await reply(call.send, 400, b'{"error":"Model version not ready"}', TEXT)

@@ -6,6 +6,6 @@ Everything read here is hostile until checked: sizes are compared with the file 
 from __future__ import annotations
 
 from tritium.llm.checkpoint.metadata import Metadata, TensorInfo
-from tritium.llm.checkpoint.reader import Checkpoint, find_checkpoint, open_checkpoint, read_metadata
+from tritium.llm.checkpoint.reader import Checkpoint, find_checkpoint, incomplete, open_checkpoint, read_metadata
 
-__all__ = ["Checkpoint", "Metadata", "TensorInfo", "find_checkpoint", "open_checkpoint", "read_metadata"]
+__all__ = ["Checkpoint", "Metadata", "TensorInfo", "find_checkpoint", "incomplete", "open_checkpoint", "read_metadata"]

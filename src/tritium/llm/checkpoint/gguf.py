@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tritium.errors import TritiumError, invalid
-from tritium.llm.checkpoint.metadata import TensorInfo
+from tritium.llm.checkpoint.metadata import INCOMPLETE, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,8 @@ class _Cursor:
         if count > len(self.data) - self.at:
             raise invalid(
                 f"{self.name} is truncated or damaged: {self.what} needs {count} bytes at {self.at}, "
-                f"but the file ends at {len(self.data)}"
+                f"but the file ends at {len(self.data)}",
+                reason=INCOMPLETE,
             )
 
     def scalar(self, letter: str) -> Any:
@@ -127,7 +128,8 @@ class _Cursor:
                     raise struct.error
                 result.append(data[start:at].decode("utf-8"))
         except struct.error:
-            raise invalid(f"{self.name} is truncated or damaged: {self.what} runs past the end of the file") from None
+            text = f"{self.name} is truncated or damaged: {self.what} runs past the end of the file"
+            raise invalid(text, reason=INCOMPLETE) from None
         except UnicodeDecodeError:
             raise invalid(f"{self.name}: {self.what} holds a text that is not UTF-8") from None
         self.at = at
@@ -141,7 +143,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         TritiumError: the file is damaged, or of a version or tensor type that is not supported.
     """
     if path.stat().st_size < 24:
-        raise invalid(f"{path.name} is not a GGUF file: it has {path.stat().st_size} bytes")
+        raise invalid(f"{path.name} is not a GGUF file: it has {path.stat().st_size} bytes", reason=INCOMPLETE)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data[:4] != MAGIC:
             raise invalid(f"{path.name} is not a GGUF file: it starts with {data[:4]!r}, expected {MAGIC!r}")
@@ -201,7 +203,8 @@ def _tensor_info(path: Path, name: str, shape: tuple[int, ...], kind: int, offse
         raise invalid(f"{where} has rows of {shape[-1]} elements, expected a multiple of {block} for {dtype}")
     num_bytes = math.prod(shape) // block * block_bytes
     if offset + num_bytes > size:
-        raise invalid(f"{where} ends at byte {offset + num_bytes}, but the file ends at {size}: it is truncated")
+        text = f"{where} ends at byte {offset + num_bytes}, but the file ends at {size}: it is truncated"
+        raise invalid(text, reason=INCOMPLETE)
     return TensorInfo(dtype, shape, path, offset, num_bytes)
 
 

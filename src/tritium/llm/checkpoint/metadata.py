@@ -11,6 +11,8 @@ from tritium.errors import invalid
 
 Kind = Literal["safetensors", "gguf", "bin"]
 
+# ``TritiumError.reason`` of what is missing or cut short, as it is while a checkpoint is being copied.
+INCOMPLETE = "checkpoint_incomplete"
 # The largest real tokenizer.json files are about 35 MB; an index of a 400 B model is below 10 MB.
 MAX_JSON_BYTES = 256 * 2**20
 

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from tritium.errors import Code, TritiumError, invalid
 from tritium.llm.checkpoint import gguf, safetensors, unpickle
-from tritium.llm.checkpoint.metadata import Kind, Metadata, TensorInfo, read_json, read_optional, tokenizer_files
+from tritium.llm.checkpoint.metadata import (
+    INCOMPLETE,
+    Kind,
+    Metadata,
+    TensorInfo,
+    read_json,
+    read_optional,
+    tokenizer_files,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +103,28 @@ def read_metadata(path: Path) -> Metadata:
     if not path.exists():
         raise TritiumError(Code.NOT_FOUND, f"the checkpoint '{path}' does not exist", param="model")
     return _read_gguf(path)
+
+
+def incomplete(folder: Path) -> str:
+    """What a folder's checkpoints still lack by their own word (sizes in headers, shards in an index); "" for nothing.
+
+    Only this is looked at: what is wrong in another way is for the load to say. Looks one level down too.
+    """
+    for place in (folder, *(entry for entry in sorted(folder.iterdir()) if entry.is_dir())):
+        for path in sorted(place.iterdir()):
+            try:
+                if path.name == safetensors.INDEX:
+                    safetensors.shards(place, path)
+                elif path.suffix == ".safetensors":
+                    safetensors.read_header(path)
+                elif path.suffix == ".gguf":
+                    gguf.read_gguf(path)
+            except TritiumError as error:
+                if error.reason == INCOMPLETE:
+                    return error.message
+            except OSError as error:
+                return f"{path.name} cannot be read: {error.strerror}"
+    return ""
 
 
 def find_checkpoint(folder: Path) -> Path:

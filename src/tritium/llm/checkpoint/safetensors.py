@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from tritium.errors import invalid
-from tritium.llm.checkpoint.metadata import TensorInfo, parse_json, read_json
+from tritium.llm.checkpoint.metadata import INCOMPLETE, TensorInfo, parse_json, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if len(prefix) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             raise invalid(
                 f"{path.name} is not a whole safetensors file: its header claims {length} bytes, "
-                f"expected 2 to {max(2, min(size - 8, MAX_HEADER_BYTES))} (the file has {size})"
+                f"expected 2 to {max(2, min(size - 8, MAX_HEADER_BYTES))} (the file has {size})",
+                reason=INCOMPLETE,
             )
         header = parse_json(file.read(length), f"the header of {path.name}")
     header.pop("__metadata__", None)
@@ -71,7 +72,8 @@ def _tensor_info(path: Path, name: str, entry: Any, start: int, data_bytes: int)
         raise invalid(f"{where} has dtype {dtype}, expected one of {', '.join(DTYPE_BITS)}")
     needed = math.prod(shape) * DTYPE_BITS[dtype] // 8
     if not begin <= end <= data_bytes:
-        raise invalid(f"{where} lies at bytes {begin} to {end}, but the file holds only {data_bytes}: it is truncated")
+        text = f"{where} lies at bytes {begin} to {end}, but the file holds only {data_bytes}: it is truncated"
+        raise invalid(text, reason=INCOMPLETE)
     if end - begin != needed:
         raise invalid(f"{where} has {end - begin} bytes, expected {needed} for {dtype} {list(shape)}")
     return TensorInfo(dtype, shape, path, start + begin, needed)
@@ -97,7 +99,7 @@ def shards(folder: Path, index: Path) -> dict[Path, set[str]]:
         files.setdefault(confined(folder, name, index.name), set()).add(tensor)
     for path in files:
         if not path.is_file():
-            raise invalid(f"the shard {path.name} is absent, but {index.name} names it")
+            raise invalid(f"the shard {path.name} is absent, but {index.name} names it", reason=INCOMPLETE)
     return files
 
 

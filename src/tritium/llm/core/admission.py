@@ -62,6 +62,15 @@ class SchedulerConfig:
         )
 
 
+def wait_limit(request: GenerateRequest, config: SchedulerConfig) -> int | None:
+    """When a request that still waits ends with an error, in ``time.monotonic_ns()``; None for never."""
+    own = request.queue_deadline_ns
+    if not config.queue_timeout_us:
+        return own
+    general = request.arrived_ns + config.queue_timeout_us * 1000
+    return general if own is None else min(own, general)
+
+
 def token_limit(request: GenerateRequest, config: SchedulerConfig, num_blocks: int) -> int:
     """Prompt and output tokens at which a request ends: by its ``max_tokens`` or with the context.
 

@@ -38,6 +38,10 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._ready) + self._num_parked
 
+    def follow(self, delay_ns: int, preferred: tuple[int, ...]) -> None:
+        """Another wait and other sizes from now on; a wait that has begun is over."""
+        self._delay_ns, self._preferred, self._start_ns = delay_ns, frozenset(preferred), None
+
     def arrive(self, seq: Sequence, now_ns: int, *, idle: bool) -> None:
         """Takes a new sequence in; ``idle`` when nothing runs, so that the first one starts the collecting."""
         self.push(seq)

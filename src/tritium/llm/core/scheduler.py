@@ -16,7 +16,7 @@ from secrets import token_bytes
 import msgspec
 
 from tritium.errors import Code, TritiumError
-from tritium.llm.core.admission import SchedulerConfig, token_limit
+from tritium.llm.core.admission import SchedulerConfig, token_limit, wait_limit
 from tritium.llm.core.blocks import Block, BlockPool, BlockTable
 from tritium.llm.core.queue import WaitingQueue
 from tritium.llm.core.sequence import Sequence, SequenceStatus
@@ -73,15 +73,16 @@ class Scheduler:
             self._check_room(request)
         except TritiumError as error:
             return TokenDelta(id=request.id, tokens=[], finish=FinishReason.ERROR, error=to_wire(error))
-        deadline_ns = request.queue_deadline_ns
-        if self.config.queue_timeout_us:
-            timeout_ns = request.arrived_ns + self.config.queue_timeout_us * 1000
-            deadline_ns = timeout_ns if deadline_ns is None else min(timeout_ns, deadline_ns)
         self._serial += 1
-        seq = Sequence(request, self._serial, limit, deadline_ns)
+        seq = Sequence(request, self._serial, limit, wait_limit(request, self.config))
         self._sequences[request.id] = seq
         self._queue.arrive(seq, now_ns, idle=len(self._free_rows) == self.config.max_rows)
         return None
+
+    def follow(self, config: SchedulerConfig) -> None:
+        """Other waits and limits of the queue for requests that come from now on; all else is as it was."""
+        self.config = config
+        self._queue.follow(config.queue_delay_us * 1000, config.preferred_rows)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now; False when it is not known, or no longer.
@@ -151,9 +152,8 @@ class Scheduler:
         """
         if not self._flights or not self._flights[0] == batch.step == output.step:
             oldest = self._flights[0] if self._flights else None
-            raise TritiumError(
-                Code.INTERNAL, f"step {batch.step} with output {output.step} came back, expected step {oldest}"
-            )
+            text = f"step {batch.step} with output {output.step} came back, expected step {oldest}"
+            raise TritiumError(Code.INTERNAL, text)
         self._flights.popleft()
         self._stats.steps += 1
         self._stats.step_tokens += batch.num_tokens

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from tritium.errors import Code, TritiumError, invalid
 from tritium.llm.config import EngineConfig, TransformerConfig
 from tritium.llm.types import MemoryBudget
+from tritium.observability.machine import free_host_bytes
 
 # Default limits on a CPU, whose memory is shared with everything else on the machine.
 CPU_SHARE = 4
@@ -64,22 +64,6 @@ def usable_bytes(config: EngineConfig, device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return min(free, int(total * config.memory_fraction))
     return int(free_host_bytes() * config.memory_fraction)
-
-
-def free_host_bytes(root: Path = Path("/")) -> int:
-    """Host memory that can be taken now: what the kernel calls available, less where a cgroup has a limit."""
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    free = kib.get("MemAvailable", kib.get("MemFree", 0)) * 1024
-    for limit, used in (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            free = min(free, int((root / limit).read_text()) - int((root / used).read_text()))
-        except (OSError, ValueError):  # no such cgroup, or "max"
-            continue
-    return max(free, 0)
 
 
 def activations_bytes(config: EngineConfig, model: TransformerConfig, dtype: torch.dtype) -> int:
