@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +19,8 @@ from tritium.frontends.grpc import GrpcFrontend
 from tritium.frontends.grpc_transport import transport
 from tritium.serving.server import Server
 from tritium.settings import ServerSettings
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="the command openssl is not installed")
 
 NAMES = "DNS:localhost,IP:127.0.0.1"
 

@@ -258,6 +258,7 @@ async def test_a_full_redis_is_no_reason_to_fail(tmp_path: Path) -> None:
 
 
 @needs_redis
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the command openssl is not installed")
 async def test_tls(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
