@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 from tritium.backends.base import Backend, LoadContext, TextBackend, Timing
@@ -25,6 +25,7 @@ from tritium.serving.ensemble import EnsembleRunner
 from tritium.serving.instances import Instances, Surroundings, make_backend
 from tritium.serving.model_files import keep_labels
 from tritium.serving.request_checks import check_request
+from tritium.serving.request_run import RequestRun
 from tritium.serving.stats import ModelStats
 from tritium.types import InferRequest, InferResponse
 
@@ -38,47 +39,6 @@ class State(Enum):
     READY = "READY"
     UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
-
-
-@dataclass(slots=True)
-class _Run:
-    """One request that is running, until it is ended once, well or badly."""
-
-    stats: ModelStats
-    rows: int
-    arrived_ns: int
-    timing: Timing
-    trace: Trace | None = None
-    answers: int = 0
-    ended: bool = False
-
-    def answered(self, answer: InferResponse) -> None:
-        """One answer came; also the last."""
-        if not self.answers:
-            self.stats.first_answer(time.monotonic_ns() - self.arrived_ns)
-        self.answers += 1
-        if self.trace is not None:
-            self.trace.stamp("INFER_RESPONSE_COMPLETE")
-            self.trace.hold("TENSOR_BACKEND_OUTPUT", answer.outputs)
-
-    def succeed(self) -> None:
-        self._end(None)
-
-    def fail(self, code: Code) -> None:
-        if not self.ended:
-            self._end(code)
-
-    def _end(self, code: Code | None) -> None:
-        self.ended = True
-        now = time.monotonic_ns()
-        if code is None:
-            self.stats.succeeded(self.rows, now - self.arrived_ns, self.timing)
-        else:
-            self.stats.failed(code, now - self.arrived_ns, self.timing)
-        if self.trace is not None:
-            t = self.timing
-            parts_ns = None if t.cache == "hit" else (t.queue_ns, t.input_ns, t.output_ns)
-            self.trace.served(self.stats.version, self.arrived_ns, now, parts_ns)
 
 
 class Model:
@@ -228,10 +188,9 @@ class Model:
         """Answers a request that wants exactly one answer.
 
         Raises:
-            TritiumError: UNIMPLEMENTED for a decoupled model that is no language model (those answer once when
-                no stream is asked for); whatever ``stream`` raises.
+            TritiumError: UNIMPLEMENTED for a decoupled model, unless it ``answers_once``; whatever ``stream`` raises.
         """
-        if self.config.decoupled and not isinstance(self._backend, TextBackend):
+        if not self.answers_once:
             raise TritiumError(
                 Code.UNIMPLEMENTED, "ModelInfer RPC doesn't support models with decoupled transaction policy"
             )
@@ -326,17 +285,22 @@ class Model:
         raise TritiumError(Code.INVALID_ARGUMENT, f"model '{self.name}' is not a language model", param="model")
 
     @property
+    def answers_once(self) -> bool:
+        """Whether a request that asks for no stream has exactly one answer: so it is with language models."""
+        return not self.config.decoupled or (self._backend is not None and self._backend.answers_once)
+
+    @property
     def is_text(self) -> bool:
         """Whether it is a language model that is loaded."""
         return isinstance(self._backend, TextBackend)
 
     @contextmanager
-    def _run(self, rows: int, arrived_ns: int, trace: Trace | None) -> Generator[tuple[_Run, Backend]]:
+    def _run(self, rows: int, arrived_ns: int, trace: Trace | None) -> Generator[tuple[RequestRun, Backend]]:
         """Counts a request from here to its end; an error of any kind becomes a TritiumError."""
         backend = self._backend
         if backend is None or self.state is not State.READY:
             raise self._not_loaded()
-        run = _Run(self.stats, rows, arrived_ns, Timing(self.stats.metrics if self.is_text else None), trace)
+        run = RequestRun(self.stats, rows, arrived_ns, Timing(self.stats.metrics if self.is_text else None), trace)
         self._running += 1
         self._idle.clear()
         try:

@@ -106,8 +106,6 @@ class Server:
         services = Services(self.infer_stream, self.load, self.unload, self.model_ready, metrics)
         if cache is not None and metrics is not None:
             metrics.watch_cache(lambda: cache.stats)
-        if cache is not None and metrics is not None:
-            metrics.watch_cache(lambda: cache.stats)
         surroundings = Surroundings(services, rate_limiter or RateLimiter(), cache)
         self._catalog = Catalog(self._repository, metrics, load_limit, surroundings)
         self._watcher = Watcher(self._catalog, self._repository, everything=control != "explicit")
@@ -228,6 +226,14 @@ class Server:
             TritiumError: NOT_FOUND, UNAVAILABLE or INVALID_ARGUMENT as for ``infer``.
         """
         return self._model(name, version).config
+
+    def answers_once(self, name: str, version: str = "") -> bool:
+        """Whether a request that asks for no stream has exactly one answer.
+
+        Raises:
+            TritiumError: as ``infer`` does for the model.
+        """
+        return self._model(name, version).answers_once
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answers a request that wants exactly one answer.

@@ -232,7 +232,7 @@ class KserveGrpc:
         """The configuration of a model that may be asked for exactly one answer."""
         config = self._server.model_config(name, version)
         # A language model answers once where no stream is asked for, whatever its file says.
-        if config.decoupled and name not in self._server.llm_names():
+        if config.decoupled and not self._server.answers_once(name, version):
             raise TritiumError(
                 Code.UNIMPLEMENTED, "ModelInfer RPC doesn't support models with decoupled transaction policy"
             )

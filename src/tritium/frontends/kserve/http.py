@@ -197,7 +197,7 @@ class KserveHttp:
         """The configuration of a model that may be asked for exactly one answer."""
         config = self._server.model_config(call.name, call.version)
         # A language model answers once where no stream is asked for, whatever its file says.
-        if config.decoupled and config.name not in self._server.llm_names():
+        if config.decoupled and not self._server.answers_once(call.name, call.version):
             raise TritiumError(
                 Code.UNIMPLEMENTED, "HTTP end point doesn't support models with decoupled transaction policy"
             )
