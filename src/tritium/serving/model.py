@@ -27,7 +27,7 @@ from tritium.serving.model_files import keep_labels
 from tritium.serving.request_checks import check_request
 from tritium.serving.request_run import RequestRun
 from tritium.serving.stats import ModelStats
-from tritium.types import InferRequest, InferResponse
+from tritium.types import REPORT_COPIES, Copies, InferRequest, InferResponse
 
 _log = logs.get(__name__)
 
@@ -220,12 +220,17 @@ class Model:
             TritiumError: the request does not fit the configuration, or instead of the final answer.
         """
         rows = check_request(self.config, request)
+        report = request.parameters.get(REPORT_COPIES) is True
+        if report and request.copies is None:
+            request.copies = Copies()
         if request.trace is not None:
             request.trace.hold("TENSOR_QUEUE_INPUT", request.inputs.values())
         with self._run(rows, request.arrived_ns, request.trace) as (run, backend):
             async with closing(self._answers(backend, request, run.timing)) as answers:
                 async for answer in answers:
                     answer.model, answer.version, answer.id = self.name, self.version, request.id
+                    if report and request.copies is not None:
+                        answer.parameters = answer.parameters | request.copies.parameters()
                     run.answered(answer)
                     if answer.final:
                         run.succeed()

@@ -16,7 +16,7 @@ from tritium.ipc.pipe import AsyncPipe
 from tritium.observability import logs
 from tritium.serving.execution import Execution, Reply, Times
 from tritium.serving.services import Client, Services
-from tritium.types import InferRequest
+from tritium.types import Copies, InferRequest, InferResponse
 
 MODULE = "tritium.backends.host"
 # What a model's ``finalize`` may take, in seconds.
@@ -51,6 +51,7 @@ class Process:
         self._expected: asyncio.Future[wire.FromHost] | None = None
         self._probes: dict[int, asyncio.Future[bool]] = {}
         self._running: dict[int, Execution] = {}
+        self._copies: dict[int, list[Copies | None]] = {}
         self._left: dict[int, int] = {}
         self._batches = 0
         self._stopping = False
@@ -103,6 +104,8 @@ class Process:
         execution = Execution(len(requests), lambda index: self._cancel(batch, index))
         self._running[batch] = execution
         self._left[batch] = len(requests)
+        if any(request.copies is not None for request in requests):
+            self._copies[batch] = [request.copies for request in requests]
         arena = self._pipe.arena
         self._pipe.send(wire.Execute(batch, [wire.pack_request(request, arena) for request in requests]))
         return execution
@@ -154,16 +157,27 @@ class Process:
                 replies.append(Reply(response.index, None, rescheduled=True))
                 left -= 1
             else:
-                replies.append(Reply(response.index, wire.unpack_response(response, arena), failed=response.failed))
+                unpacked = wire.unpack_response(response, arena)
+                if message.batch in self._copies:
+                    self._count(message.batch, unpacked, response.index)
+                replies.append(Reply(response.index, unpacked, failed=response.failed))
                 left -= response.final
         times = None if message.times is None else Times(*message.times)
         self._left[message.batch] = left
         execution.put(replies, times, message.returned)
         if execution.returned and not left:
             del self._running[message.batch], self._left[message.batch]
+            self._copies.pop(message.batch, None)
         if message.returned:
             self.busy = False
             self._on_idle()
+
+    def _count(self, batch: int, response: InferResponse, index: int) -> None:
+        """The process copied each output to where we read it."""
+        copies = self._copies[batch][index]
+        if copies is not None:
+            for tensor in response.outputs:
+                copies.add(tensor.data.nbytes)
 
     # -- end ------------------------------------------------------------------------------------------------
 
@@ -191,6 +205,7 @@ class Process:
             execution.fail(error)
         self._running.clear()
         self._left.clear()
+        self._copies.clear()
         if not self._stopping:
             self._on_end(why)
 

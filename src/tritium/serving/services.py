@@ -14,7 +14,7 @@ from tritium.ipc.pipe import AsyncPipe
 from tritium.observability import logs
 from tritium.observability.metrics import Metrics
 from tritium.observability.series import Family, Histogram, Value
-from tritium.types import InferResponse
+from tritium.types import REPORT_COPIES, Copies, InferResponse
 
 _log = logs.get(__name__)
 
@@ -101,6 +101,10 @@ class Client:
 
     async def _answers(self, message: wire.Call) -> AsyncGenerator[InferResponse]:
         request = wire.unpack_request(message.request, self._pipe.arena, time.monotonic_ns())
+        if request.parameters.get(REPORT_COPIES) is True:
+            request.copies = Copies()
+            for tensor in request.inputs.values():
+                request.copies.add(tensor.data.nbytes)
         # The caller's buffers go back when the request is gone, not when the message is.
         message.request = wire.Request("", "", "", [], [], {}, 0, 0, 0, 0)
         answers = self._services.call(request)
