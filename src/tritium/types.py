@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -210,6 +210,21 @@ class SequenceRef:
     end: bool = False
 
 
+class TraceRef(NamedTuple):
+    """A trace as another process knows it.
+
+    Attributes:
+        id: its number; 0 for none.
+        context: the headers of its propagation context as a JSON object; "" where it has none.
+    """
+
+    id: int = 0
+    context: str = ""
+
+
+NO_TRACE = TraceRef()
+
+
 class Copies:
     """How often the server copied tensors of a request to hand them on, from the client's message to the last model.
 
@@ -254,6 +269,7 @@ class InferRequest:
         arrived_ns: ``time.monotonic_ns()`` when the request was read.
         trace: where its steps are written down; None for the most. Whoever makes it releases it, but the trace
             of a request that an ensemble or a model makes (``Trace.child``) is released by the model that answers.
+        trace_ref: the same, in a process that has no traces itself.
         copies: where copies of its tensors are counted; None where nobody asked. The steps of an ensemble share it.
     """
 
@@ -269,6 +285,7 @@ class InferRequest:
     priority: int = 0
     timeout_us: int = 0
     trace: Trace | None = field(default=None, repr=False, compare=False)
+    trace_ref: TraceRef = NO_TRACE
     copies: Copies | None = field(default=None, repr=False, compare=False)
 
 

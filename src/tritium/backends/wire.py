@@ -12,7 +12,7 @@ import msgspec
 from tritium.errors import Code, TritiumError
 from tritium.ipc.arena import Arena
 from tritium.ipc.pipe import INLINE_BYTES
-from tritium.types import Copies, DType, InferRequest, InferResponse, Parameter, RequestedOutput, SequenceRef
+from tritium.types import Copies, DType, InferRequest, InferResponse, Parameter, RequestedOutput, SequenceRef, TraceRef
 from tritium.types import Tensor as TypedTensor
 
 START, END = 1, 2
@@ -20,7 +20,7 @@ NOTHING = memoryview(b"")
 
 
 class Tensor(msgspec.Struct, array_like=True, gc=False):
-    """A tensor: in ``data`` when ``segment`` is -1, else ``size`` bytes from ``offset`` on in the segment so numbered."""
+    """A tensor: in ``data`` when ``segment`` is -1, else ``size`` bytes from ``offset`` on in that segment."""
 
     name: str
     dtype: DType
@@ -44,6 +44,7 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     flags: int
     timeout_us: int
     priority: int
+    trace: TraceRef
 
 
 class Response(msgspec.Struct, array_like=True, gc=False):
@@ -257,6 +258,7 @@ def pack_request(request: InferRequest, arena: Arena) -> Request:
         0 if sequence is None else START * sequence.start + END * sequence.end,
         request.timeout_us,
         request.priority,
+        request.trace_ref if request.trace is None else request.trace.ref(),
     )
 
 
@@ -276,6 +278,7 @@ def unpack_request(request: Request, arena: Arena, arrived_ns: int) -> InferRequ
         sequence,
         priority=request.priority,
         timeout_us=request.timeout_us,
+        trace_ref=request.trace,
     )
 
 

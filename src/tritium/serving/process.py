@@ -7,13 +7,14 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tritium.backends import wire
 from tritium.errors import Code, TritiumError
 from tritium.ipc import start_child
 from tritium.ipc.pipe import AsyncPipe
 from tritium.observability import logs
+from tritium.observability.tracing import Trace
 from tritium.serving.execution import Execution, Reply, Times
 from tritium.serving.services import Client, Services
 from tritium.types import Copies, InferRequest, InferResponse
@@ -24,6 +25,11 @@ STOP_S = 30.0
 _Expected = TypeVar("_Expected", wire.Described, wire.Loaded, wire.Stopped)
 
 _log = logs.get(__name__)
+
+
+class _Note(NamedTuple):
+    copies: Copies | None
+    trace: Trace | None
 
 
 class Process:
@@ -51,7 +57,8 @@ class Process:
         self._expected: asyncio.Future[wire.FromHost] | None = None
         self._probes: dict[int, asyncio.Future[bool]] = {}
         self._running: dict[int, Execution] = {}
-        self._copies: dict[int, list[Copies | None]] = {}
+        # What is kept of the requests of a batch: not their tensors.
+        self._notes: dict[int, list[_Note]] = {}
         self._left: dict[int, int] = {}
         self._batches = 0
         self._stopping = False
@@ -73,7 +80,7 @@ class Process:
         finally:
             theirs.close()
         self._pipe = AsyncPipe(ours, wire.FromHost, self._take, self._end)
-        self._client = Client(self._model, self._services, self._pipe)
+        self._client = Client(self._model, self._services, self._pipe, self._trace)
 
     async def exchange(self, message: wire.ToHost, answer: type[_Expected]) -> _Expected:
         """Sends a message and waits for the answer to it.
@@ -104,8 +111,8 @@ class Process:
         execution = Execution(len(requests), lambda index: self._cancel(batch, index))
         self._running[batch] = execution
         self._left[batch] = len(requests)
-        if any(request.copies is not None for request in requests):
-            self._copies[batch] = [request.copies for request in requests]
+        if any(request.copies is not None or request.trace is not None for request in requests):
+            self._notes[batch] = [_Note(request.copies, request.trace) for request in requests]
         arena = self._pipe.arena
         self._pipe.send(wire.Execute(batch, [wire.pack_request(request, arena) for request in requests]))
         return execution
@@ -158,7 +165,7 @@ class Process:
                 left -= 1
             else:
                 unpacked = wire.unpack_response(response, arena)
-                if message.batch in self._copies:
+                if message.batch in self._notes:
                     self._count(message.batch, unpacked, response.index)
                 replies.append(Reply(response.index, unpacked, failed=response.failed))
                 left -= response.final
@@ -167,17 +174,22 @@ class Process:
         execution.put(replies, times, message.returned)
         if execution.returned and not left:
             del self._running[message.batch], self._left[message.batch]
-            self._copies.pop(message.batch, None)
+            self._notes.pop(message.batch, None)
         if message.returned:
             self.busy = False
             self._on_idle()
 
     def _count(self, batch: int, response: InferResponse, index: int) -> None:
         """The process copied each output to where we read it."""
-        copies = self._copies[batch][index]
+        copies = self._notes[batch][index].copies
         if copies is not None:
             for tensor in response.outputs:
                 copies.add(tensor.data.nbytes)
+
+    def _trace(self, number: int) -> Trace | None:
+        """The trace of that number, if it is that of a request that runs here."""
+        found = (note.trace for notes in self._notes.values() for note in notes if note.trace is not None)
+        return next((trace for trace in found if trace.id == number), None)
 
     # -- end ------------------------------------------------------------------------------------------------
 
@@ -205,7 +217,7 @@ class Process:
             execution.fail(error)
         self._running.clear()
         self._left.clear()
-        self._copies.clear()
+        self._notes.clear()
         if not self._stopping:
             self._on_end(why)
 

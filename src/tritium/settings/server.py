@@ -77,7 +77,8 @@ class ServerSettings:
         metrics_interval_ms: how old levels of machine and cache on the metrics page may be, in milliseconds.
         allow_cpu_metrics: show use of processors and memory.
         trace_config: ``KEY=VALUE`` with level (OFF, TIMESTAMPS, TENSORS), rate, count, mode, or
-            ``triton,file=FILE`` and ``triton,log-frequency=N``; may be repeated.
+            ``triton,file=FILE`` and ``triton,log-frequency=N``; or mode=opentelemetry with
+            ``opentelemetry,url=URL``, ``opentelemetry,resource=KEY=VALUE``; may be repeated.
         cache_config: ``local,size=BYTES`` keeps answers of models that want it; may be repeated.
         rate_limit: execution_count lets instances run by their resources and priorities.
         rate_limit_resource: ``NAME:COUNT[:DEVICE]``: units of a resource of the rate limiter; may be repeated.

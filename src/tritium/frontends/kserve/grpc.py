@@ -216,7 +216,7 @@ class KserveGrpc:
             asked = pb_codec.read(parsed, arrived_ns, self._shared.regions)
             del message, parsed
             asked.request.parameters |= self._forwarded(context)
-            with accompany(self._server, asked.request) as trace:
+            with accompany(self._server, asked.request, context.invocation_metadata() or ()) as trace:
                 response = await self._server.infer(asked.request)
                 if response.error is not None:
                     raise response.error
@@ -252,6 +252,7 @@ class KserveGrpc:
             max_in_flight_bytes=self._max_in_flight_bytes,
             regions=self._shared.regions,
             parameters=self._forwarded(context),
+            metadata=metadata,
         )
         try:
             async with aclosing(stream.answers(messages)) as answers:
