@@ -12,6 +12,7 @@ import msgspec
 from tritium.errors import Code, TritiumError
 from tritium.ipc.arena import Arena
 from tritium.ipc.pipe import INLINE_BYTES
+from tritium.observability.logs import LogState
 from tritium.types import Copies, DType, InferRequest, InferResponse, Parameter, RequestedOutput, SequenceRef, TraceRef
 from tritium.types import Tensor as TypedTensor
 
@@ -133,7 +134,13 @@ class Stop(msgspec.Struct, array_like=True, tag=8):
     """Unload the model and end."""
 
 
-ToHost = Setup | Load | Execute | Cancel | Answer | Result | Probe | Stop | None
+class Logging(msgspec.Struct, array_like=True, tag=9):
+    """Log like this from now on."""
+
+    state: LogState
+
+
+ToHost = Setup | Load | Execute | Cancel | Answer | Result | Probe | Stop | Logging | None
 
 
 # -- from the host ---------------------------------------------------------------------------------------------

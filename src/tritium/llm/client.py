@@ -28,6 +28,7 @@ from tritium.llm.types import (
     Failed,
     FromEngine,
     GenerateRequest,
+    Logging,
     Progress,
     Ready,
     Shutdown,
@@ -239,6 +240,7 @@ class EngineClient:
         arguments += ["--config", msgspec.json.encode(self.config).decode(), *logs.child_arguments()]
         process = await start_child("tritium.llm.engine", arguments, self._env)
         self._process = process
+        unfollow = logs.follow(lambda state: link.send(Logging(state)))
         ended = asyncio.create_task(process.wait())
         watch = asyncio.create_task(self._watch(process))
         try:
@@ -254,6 +256,7 @@ class EngineClient:
                 self._heard = time.monotonic()
                 came_up = self._handle(message.result()) or came_up
         finally:
+            unfollow()
             watch.cancel()
             self._up = False
             self._link = None
@@ -280,6 +283,9 @@ class EngineClient:
                 self._allowance_s = 4 * expected_ns / 1e9
             case Ready(info):
                 self.info, self._up, self._reason, self._allowance_s = info, True, "", 0.0
+                if self._link is not None:
+                    # It was started with the level alone, and before changes that came meanwhile.
+                    self._link.send(Logging(logs.state()))
                 if self._live and self._link is not None:
                     self._link.send(Submit([live.request for live in self._live.values()]))
                 if self._started is not None and not self._started.done():

@@ -27,6 +27,7 @@ from tritium.llm.types import (
     EngineInfo,
     Failed,
     GenerateRequest,
+    Logging,
     Progress,
     Ready,
     SamplingParams,
@@ -119,6 +120,9 @@ class Engine:
                 case Abort(ids):
                     for request_id in ids:
                         self._scheduler.abort(request_id)
+                case Logging(state):
+                    logs.apply(state)
+                    logs.get("tritium.engine").debug("logs as the server does from now on", level=state.verbose)
                 case _:
                     self._stopped = True
                     return

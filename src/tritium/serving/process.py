@@ -62,6 +62,7 @@ class Process:
         self._left: dict[int, int] = {}
         self._batches = 0
         self._stopping = False
+        self._unfollow: Callable[[], None] = lambda: None
 
     @property
     def pid(self) -> int | None:
@@ -81,6 +82,12 @@ class Process:
             theirs.close()
         self._pipe = AsyncPipe(ours, wire.FromHost, self._take, self._end)
         self._client = Client(self._model, self._services, self._pipe, self._trace)
+        self._pipe.send(wire.Logging(logs.state()))
+        self._unfollow = logs.follow(self._log_like)
+
+    def _log_like(self, state: logs.LogState) -> None:
+        if self._pipe is not None:
+            self._pipe.send(wire.Logging(state))
 
     async def exchange(self, message: wire.ToHost, answer: type[_Expected]) -> _Expected:
         """Sends a message and waits for the answer to it.
@@ -206,6 +213,7 @@ class Process:
         if self.ended:
             return
         self.ended = True
+        self._unfollow()
         if self._client is not None:
             self._client.close()
         error = self.gone()
