@@ -20,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Flags of other programs, which the pages name as such.
 FOREIGN = {"--no-deps", "--runs", "--workloads", "--check", "--help", "--config", "--ulimit"}
+# Those of perf_analyzer.
+FOREIGN |= {"--concurrency-range", "--request-rate-range", "--shape", "--streaming", "--input-data", "--shared-memory"}
+FOREIGN |= {"--output-shared-memory-size", "--measurement-mode"}
 # Flags that a page says are not there.
 REFUSED = {"--trace-file", "--trace-level"}
 

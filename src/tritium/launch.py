@@ -31,7 +31,8 @@ from tritium.observability.log_settings import LogSettings
 from tritium.observability.machine import Machine
 from tritium.observability.metrics import Metrics, metrics_app
 from tritium.observability.model_metrics import parse_metrics_config
-from tritium.observability.tracing import Traces, parse_trace_config
+from tritium.observability.trace_config import parse_trace_config
+from tritium.observability.tracing import Traces
 from tritium.serving.cache import parse_cache_config
 from tritium.serving.limiter import parse_rate_limit
 from tritium.serving.repository import Plan, Repository, single

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from tritium.observability.tracing import Trace
 
 Parameter = bool | int | float | str
+
+# Parameter of a request: the answer shall say how often its tensors were copied on their way through the models.
+REPORT_COPIES = "report_copies"
 
 
 class DType(Enum):
@@ -208,6 +212,53 @@ class SequenceRef:
     end: bool = False
 
 
+class TraceRef(NamedTuple):
+    """A trace as another process knows it.
+
+    Attributes:
+        id: its number; 0 for none.
+        context: the headers of its propagation context as a JSON object; "" where it has none.
+    """
+
+    id: int = 0
+    context: str = ""
+
+
+NO_TRACE = TraceRef()
+
+
+class Copies:
+    """How often the server copied tensors of a request to hand them on, from the client's message to the last model.
+
+    Attributes:
+        count: copies of a whole tensor.
+        nbytes: bytes that they copied.
+    """
+
+    __slots__ = ("_parts", "count", "nbytes")
+
+    def __init__(self, parts: Sequence[Copies] = ()) -> None:
+        self.count = self.nbytes = 0
+        self._parts = parts
+
+    def add(self, nbytes: int) -> None:
+        """One more."""
+        self.count += 1
+        self.nbytes += nbytes
+        for part in self._parts:
+            part.add(nbytes)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """What an answer says of it: ``copies`` and ``copied_bytes``."""
+        return {"copies": self.count, "copied_bytes": self.nbytes}
+
+    @classmethod
+    def of_all(cls, requests: Iterable[InferRequest]) -> Copies | None:
+        """What counts for several requests that were joined; None when none of them asks for it."""
+        parts = [request.copies for request in requests if request.copies is not None]
+        return cls(parts) if parts else None
+
+
 @dataclass(slots=True)
 class InferRequest:
     """What a client sent, whatever the protocol.
@@ -220,6 +271,8 @@ class InferRequest:
         arrived_ns: ``time.monotonic_ns()`` when the request was read.
         trace: where its steps are written down; None for the most. Whoever makes it releases it, but the trace
             of a request that an ensemble or a model makes (``Trace.child``) is released by the model that answers.
+        trace_ref: the same, in a process that has no traces itself.
+        copies: where copies of its tensors are counted; None where nobody asked. The steps of an ensemble share it.
     """
 
     model: str
@@ -234,6 +287,8 @@ class InferRequest:
     priority: int = 0
     timeout_us: int = 0
     trace: Trace | None = field(default=None, repr=False, compare=False)
+    trace_ref: TraceRef = NO_TRACE
+    copies: Copies | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(slots=True)

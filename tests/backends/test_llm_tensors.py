@@ -12,7 +12,14 @@ import pytest
 from tritium.backends.base import LoadContext, TextBackend, Timing
 from tritium.backends.config import DynamicBatching, ModelConfig, TensorSpec
 from tritium.backends.llm_settings import Alias, LlmSettings
-from tritium.backends.llm_tensors import DEFAULT_MAX_TOKENS, STANDARD_INPUTS, TensorForm, complete_tensors
+from tritium.backends.llm_tensors import (
+    DEFAULT_MAX_TOKENS,
+    LOOK_BACK,
+    STANDARD_INPUTS,
+    STANDARD_OUTPUTS,
+    TensorForm,
+    complete_tensors,
+)
 from tritium.errors import Code, TritiumError
 from tritium.llm.config import EngineConfig
 from tritium.llm.types import EngineInfo, EngineStats, FinishReason, GenerateRequest, TokenDelta
@@ -168,6 +175,32 @@ async def test_a_stream_has_one_answer_a_step_without_the_prompt() -> None:
     assert [a.final for a in answers] == [False, False, True]
 
 
+async def test_each_answer_of_a_stream_says_what_came_before_it_and_whether_it_is_the_last() -> None:
+    wanted = ("output_ids", "previous_ids", "finish_reason")
+    asked = request(input_ids=[[65, 66]], max_tokens=[[3]], stream=[[True]])
+    asked.outputs = [RequestedOutput(name) for name in wanted]
+    found = [outputs(a) for a in await run(form(), asked)]
+    assert [one["output_ids"] for one in found] == [[[[67]]], [[[68]]], [[[69]]]]
+    assert [one["previous_ids"] for one in found] == [[[65, 66]], [[65, 66, 67]], [[65, 66, 67, 68]]]
+    assert [one["finish_reason"] for one in found] == [[[b""]], [[b""]], [[b"length"]]]
+
+
+@pytest.mark.parametrize(("alias", "before"), [("tritium", [[-1, 65], [66, 67]]), ("tensorrtllm", [[], []])])
+async def test_what_came_before_a_whole_answer(alias: Alias, before: list[list[int]]) -> None:
+    """Where the answer begins with the prompt, nothing did."""
+    asked = request(input_ids=[[65, 0], [66, 67]], input_lengths=[[1], [2]], max_tokens=[[40]])
+    asked.outputs = [RequestedOutput("previous_ids"), RequestedOutput("finish_reason")]
+    (answer,) = await run(form(alias), asked)
+    assert outputs(answer) == {"previous_ids": before, "finish_reason": [[b"length"], [b"length"]]}
+
+
+async def test_previous_ids_look_back_so_far() -> None:
+    asked = request(input_ids=[[65]], max_tokens=[[40]], stream=[[True]])
+    asked.outputs = [RequestedOutput("previous_ids")]
+    found = [outputs(a)["previous_ids"][0] for a in await run(form(), asked)]
+    assert found[-1] == [*range(73, 105)] and len(found[-1]) == LOOK_BACK
+
+
 async def test_leaving_a_stream_closes_the_sequence() -> None:
     one = form()
     async with aclosing(
@@ -275,7 +308,7 @@ def test_declared_tensors_stay_and_the_standard_ones_follow() -> None:
     assert config.inputs[0].dtype is DType.INT64
     assert config.inputs[0].optional
     assert {spec.name for spec in config.inputs} == set(STANDARD_INPUTS)
-    assert {spec.name for spec in config.outputs} == {"text_output", "output_ids", "sequence_length"}
+    assert {spec.name for spec in config.outputs} == set(STANDARD_OUTPUTS)
 
 
 @pytest.mark.parametrize(

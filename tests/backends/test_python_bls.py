@@ -14,6 +14,9 @@ import pytest
 from tests.backends.python_models import FLOATS, answer, answers, floats, metrics, running, services, value
 from tests.backends.python_models import request as ask
 from tritium.errors import Code, TritiumError
+from tritium.observability import logs
+from tritium.observability.logs import LogState
+from tritium.serving.services import Client
 from tritium.types import InferRequest, InferResponse, Tensor
 
 
@@ -311,3 +314,28 @@ class TritonPythonModel:
     assert lines == [
         *(("INFO", "plain"), ("INFO", "i"), ("WARNING", "w"), ("ERROR", "e"), ("DEBUG", "v"), ("WARNING", "leveled")),
     ]
+
+
+async def test_a_running_model_follows_the_log_settings(tmp_path: Path) -> None:
+    """Lines that nobody wants are not even sent; the model's own use of ``logging`` stays its own."""
+    code = """
+class TritonPythonModel:
+    def execute(self, requests):
+        import logging
+        pb_utils.Logger.log_verbose("a step")
+        pb_utils.Logger.log_warn("a worry")
+        levels = [logging.getLogger(name).getEffectiveLevel() for name in ("tritium", "mine")]
+        out = pb_utils.Tensor("OUT", np.array(levels, np.float32))
+        return [pb_utils.InferenceResponse([out]) for _ in requests]
+"""
+    sent: list[str] = []
+    found: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Client, "_write", lambda self, level, text: sent.append(level))
+        async with running(tmp_path, code) as instance:
+            for switches in (LogState("text", 1, True, True, True), LogState("text", 0, True, False, True)):
+                patch.setattr(logs, "state", lambda switches=switches: switches)
+                logs.announce()
+                found.append(value(await answer(instance, ask(floats(1)))))
+    assert sent == ["debug", "warning"]
+    assert found == [[logging.DEBUG, logging.WARNING], [logging.INFO, logging.WARNING]]

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.live import LiveServer
+from tritium.backends.llm_tensors import STANDARD_OUTPUTS
 
 MODULES: dict[str, Any] = {
     "http": tritonclient.http,
@@ -109,7 +110,7 @@ async def test_health_metadata_and_config(client: Client) -> None:
     assert inputs["text_input"] == ("BYTES", [-1, 1])
     assert inputs["input_ids"] == ("INT32", [-1, -1])
     assert inputs["temperature"] == ("FP32", [-1, 1])
-    assert {o["name"] for o in metadata["outputs"]} == {"text_output", "output_ids", "sequence_length"}
+    assert {o["name"] for o in metadata["outputs"]} == set(STANDARD_OUTPUTS)
     config = await client.call("get_model_config", "tiny")
     config = config.get("config", config)
     assert config["name"] == "tiny" and config["backend"] == "tritium" and config["max_batch_size"] == 64

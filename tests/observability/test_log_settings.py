@@ -9,6 +9,7 @@ import pytest
 from tritium.errors import Code, TritiumError
 from tritium.observability import logs
 from tritium.observability.log_settings import LogSettings
+from tritium.observability.logs import LogState
 
 _log = logs.get("tritium.test")
 
@@ -79,3 +80,44 @@ def test_refusals(tmp_path: Path) -> None:
     settings.close()
     with pytest.raises(TritiumError, match="--log-file"):
         LogSettings("info", "text", str(tmp_path))
+
+
+def test_followers_are_told_of_every_change(tmp_path: Path) -> None:
+    settings = LogSettings("info", "text", str(tmp_path / "log"))
+    assert logs.state() == LogState("text", 0, True, True, True)
+    seen: list[LogState] = []
+    unfollow = logs.follow(seen.append)
+    settings.update({"log_verbose_level": 1, "log_warning": False})
+    settings.update({"log_format": "json"})
+    with pytest.raises(TritiumError):
+        settings.update({"log_format": "xml"})
+    unfollow()
+    settings.update({"log_verbose_level": 0})
+    settings.close()
+    assert seen == [LogState("text", 1, True, False, True), LogState("json", 1, True, False, True)]
+    assert [seen[0].passes(level) for level in ("debug", "info", "warning", "error")] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("name", ["", "tritium"])
+def test_another_process_applies_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under a name only: whatever else the process logs is left alone."""
+    own = logging.getLogger("tritium")
+    before = own.handlers[:], own.propagate
+    library = logging.getLogger("library")
+    try:
+        for state, expected in (
+            (LogState("text", 1, False, True, True), ["debug", "warning", "error"]),
+            (LogState("json", 0, True, False, False), ["info"]),
+            (LogState("text", 0, False, False, False), []),
+        ):
+            logs.apply(state, name)
+            for level in ("debug", "info", "warning", "error"):
+                getattr(_log, level)(f"a {level} line")
+            said = capsys.readouterr().err
+            assert [level for level in ("debug", "info", "warning", "error") if f"a {level} line" in said] == expected
+            assert said.startswith("{") == (state.format == "json")
+        logs.apply(LogState("text", 0, True, True, True), name)
+        library.warning("heard")
+        assert ("heard" in capsys.readouterr().err) == (name == "")
+    finally:
+        own.handlers[:], own.propagate = before

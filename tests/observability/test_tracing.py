@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tritium.errors import Code, TritiumError
-from tritium.observability.tracing import MAX_ELEMENTS, TraceConfig, Traces, parse_trace_config
+from tritium.observability.trace_config import TraceConfig, parse_trace_config
+from tritium.observability.tracing import MAX_ELEMENTS, Traces
 from tritium.types import Tensor
 
 OFF = {
@@ -163,7 +164,7 @@ def test_command_line() -> None:
     assert parse_trace_config(["file=/x"]).levels == ("TIMESTAMPS",)
     assert parse_trace_config(["triton,file=/x", "level=OFF"]).levels == ()
     assert parse_trace_config([]) == TraceConfig()
-    for text in ("level=LOUD", "rate=0", "speed=1", "nothing", "mode=opentelemetry", "level=MAX"):
+    for text in ("level=LOUD", "rate=0", "speed=1", "nothing", "mode=zipkin", "zipkin,url=x", "level=MAX"):
         with pytest.raises(TritiumError, match="trace"):
             parse_trace_config([text])
 

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.serving.executors import collect, config_of, request, stats
-from tests.serving.fakes import ECHO, write_model
-from tests.serving.fakes import request as echo_request
-from tests.serving.support import refused, serving, until
+from tests.serving.support import refused, until
 from tritium.backends.base import LoadContext, Timing
 from tritium.backends.config import ModelConfig
 from tritium.errors import Code, TritiumError
-from tritium.serving.ensemble import EnsembleRunner
+from tritium.serving.ensemble import MAX_UNREAD, EnsembleRunner
 from tritium.types import InferRequest, InferResponse, RequestedOutput, SequenceRef, Tensor
 
 HEAD = """
@@ -116,7 +114,8 @@ async def test_a_chain_of_steps():
     world = World()
     made = await runner(world, ensemble(*reversed(CHAIN)))
     timing = Timing()
-    one = ask_for(5, id="r", parameters={"p": 1}, priority=2, sequence=SequenceRef(3, True, False))
+    more = {"parameters": {"p": 1}, "priority": 2, "timeout_us": 77, "tenant": "t"}
+    one = ask_for(5, id="r", sequence=SequenceRef(3, True, False), **more)
     (answer,) = await collect(made.stream(one, timing))
     assert answer.final
     assert answer.outputs[0].numpy().tolist() == [[7]]
@@ -124,6 +123,7 @@ async def test_a_chain_of_steps():
     assert [(r.model, r.version, r.id, r.parameters, r.priority, r.sequence) for r in world.seen] == [
         ("plus", "", "r", {"p": 1}, 2, SequenceRef(3, True, False))
     ] * 2
+    assert [(r.timeout_us, r.tenant) for r in world.seen] == [(77, "t")] * 2
     assert timing.queue_ns > 0
     assert made.ready()
     await made.unload()
@@ -280,6 +280,71 @@ async def test_max_inflight_requests_holds_a_fast_producer_back():
     assert len(await task) == 21
 
 
+async def test_answers_that_come_while_the_client_reads_are_not_lost():
+    world = World()
+    world.count = 20
+    made = await runner(world, ensemble(step("many", {"A": "X"}, {"B": "Y"})))
+    found: list[float] = []
+    async for answer in made.stream(ask_for(2), Timing()):
+        await asyncio.sleep(0.01 if not found else 0)
+        found += [] if answer.empty else [answer.outputs[0].numpy().item()]
+    assert found == [2 * n for n in range(20)]
+
+
+async def test_a_client_that_does_not_read_holds_a_fast_producer_back():
+    world = World()
+    world.count = 200
+    most = 0
+    steps = (step("many", {"A": "X"}, {"B": "m"}), step("plus", {"A": "m"}, {"B": "Y"}))
+    made = await runner(world, ensemble(*steps))
+    count = 0
+    async for answer in made.stream(ask_for(2), Timing()):
+        await asyncio.sleep(0.002)
+        count += not answer.empty
+        most = max(most, sum(one.model == "plus" for one in world.seen) - count)
+    assert count == 200
+    assert MAX_UNREAD / 2 < most < 3 * MAX_UNREAD
+
+
+async def test_tensors_go_with_their_last_use():
+    """An ensemble that answers for long holds no more than what is under way."""
+    world, alive = World(), []
+    call = world.call
+    world.count = 100
+
+    async def watched(one: InferRequest) -> AsyncIterator[InferResponse]:
+        async for answer in call(one):
+            for tensor in answer.outputs:
+                array = np.zeros(1, np.float32)
+                alive.append(weakref.ref(array))
+                tensor.data = array.view(np.uint8).data
+            yield answer
+
+    world.call = watched  # type: ignore[method-assign]
+    steps = (step("many", {"A": "X"}, {"B": "m"}), step("add", {"A": "m", "C": "X"}, {"B": "Y"}))
+    made = await runner(world, ensemble(*steps))
+    most = 0
+    async for answer in made.stream(ask_for(2), Timing()):
+        del answer
+        world.seen.clear()
+        await asyncio.sleep(0)
+        most = max(most, sum(one() is not None for one in alive))
+    assert len(alive) == 200
+    assert most < 3 * MAX_UNREAD
+
+
+async def test_whether_an_ensemble_answers_once():
+    llm = MODELS["many"].replace('"x"', '"tritium"')
+    models = {**MODELS, "llm": llm}
+    for name, once in (("plus", True), ("many", False), ("llm", True)):
+        config = ensemble(step(name, {"A": "X"}, {"B": "Y"}))
+        made = EnsembleRunner(
+            LoadContext("e", "1", config), lambda n, v: config_of(models[n], n), World().call, stats()
+        )
+        await made.complete(config)
+        assert made.answers_once is once
+
+
 @pytest.mark.parametrize(
     ("steps", "head", "message"),
     [
@@ -305,78 +370,3 @@ async def test_graphs_that_do_not_go_together(steps: tuple[str, ...], head: str,
     error = await refused(runner(World(), ensemble(*steps, head=head)))
     assert error.code is Code.INVALID_ARGUMENT
     assert message in error.message
-
-
-PAIR = """
-platform: "ensemble" max_batch_size: 4
-input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
-output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
-ensemble_scheduling {
-  step { model_name: "a" model_version: -1 input_map { key: "IN" value: "IN" } output_map { key: "OUT" value: "m" } }
-  step { model_name: "b" model_version: 1 input_map { key: "IN" value: "m" } output_map { key: "OUT" value: "OUT" } }
-}
-"""
-
-
-def write_pair(repository: Path) -> None:
-    write_model(repository, "a", ECHO.replace("echo", "echo"))
-    write_model(repository, "b", ECHO)
-    write_model(repository, "pair", PAIR)
-
-
-async def test_loading_an_ensemble_loads_its_steps(repository: Path):
-    write_pair(repository)
-    async with serving(repository, control="explicit", load_models=["pair"]) as server:
-        assert all(server.model_ready(name) for name in ("a", "b", "pair"))
-        answer = await server.infer(echo_request("pair"))
-        assert answer.outputs[0].numpy().tolist() == [[0, 1]]
-        assert server.model_config("pair").to_json()["ensemble_scheduling"]["step"][0]["model_name"] == "a"
-
-
-async def test_an_ensemble_goes_with_its_step_and_comes_back_with_it(repository: Path):
-    write_pair(repository)
-    async with serving(repository, control="explicit", load_models=["pair"]) as server:
-        await server.unload("a")
-        await until(lambda: [e.reason for e in server.index() if e.name == "pair"] == ["unloaded"])
-        assert (await refused(server.infer(echo_request("pair")))).code is Code.NOT_FOUND
-        assert server.model_ready("b")
-        await server.load("a")
-        assert server.model_ready("pair")
-        await server.infer(echo_request("pair"))
-
-
-async def test_unload_dependents_spares_what_was_loaded_by_name(repository: Path):
-    write_pair(repository)
-    async with serving(repository, control="explicit", load_models=["pair", "b"]) as server:
-        await server.unload("pair", unload_dependents=True)
-        assert [server.model_ready(name) for name in ("pair", "a", "b")] == [False, False, True]
-        await server.load("a")
-        assert not server.model_ready("pair")
-
-
-async def test_a_step_that_cannot_be_had(repository: Path):
-    write_pair(repository)
-    write_model(repository, "a", ECHO + 'parameters { key: "fail" value { string_value: "all" } }')
-    async with serving(repository, control="explicit") as server:
-        error = await refused(server.load("pair"))
-        assert error.message == (
-            "load failed for model 'pair': ensemble pair contains models that are not available or ambiguous: a\n"
-        )
-        assert [(e.version, e.state) for e in server.index() if e.name == "pair"] == [("", "")]
-
-
-async def test_a_step_with_other_tensors_takes_its_ensemble_out_of_service(repository: Path):
-    write_pair(repository)
-    async with serving(repository, control="explicit", load_models=["pair"]) as server:
-        write_model(repository, "a", ECHO.replace("FP32", "INT32"))
-        await server.load("a")
-        assert not server.model_ready("pair")
-        assert "inconsistent data type" in server.failures()["pair"]
-
-
-async def test_ensembles_of_each_other(repository: Path):
-    write_pair(repository)
-    write_model(repository, "a", PAIR.replace('"a"', '"pair"'))
-    async with serving(repository, control="explicit") as server:
-        assert (await refused(server.load("pair"))).code is Code.INVALID_ARGUMENT
-        assert "circular dependency between ensembles: pair -> a -> pair" in server.failures()["a"]

@@ -11,10 +11,11 @@ from tritium.errors import Code, TritiumError, invalid
 if TYPE_CHECKING:
     from tritium.backends.base import Backend
 
+LLM = "tritium.backends.llm:LlmBackend"
 BACKENDS: dict[str, str] = {
-    "tritium": "tritium.backends.llm:LlmBackend",
-    "tensorrtllm": "tritium.backends.llm:LlmBackend",
-    "vllm": "tritium.backends.llm:LlmBackend",
+    "tritium": LLM,
+    "tensorrtllm": LLM,
+    "vllm": LLM,
     "python": "tritium.backends.python:PythonBackend",
 }
 # ``platform`` is the older field; it counts when ``backend`` is empty.
@@ -57,6 +58,11 @@ def incomplete(version_folder: Path) -> str:
     from tritium.llm import checkpoint
 
     return checkpoint.incomplete(version_folder)
+
+
+def is_text(backend: str, platform: str) -> bool:
+    """Whether the ``backend`` and ``platform`` of a configuration stand for a language model; imports nothing."""
+    return BACKENDS.get(backend or PLATFORMS.get(platform, "")) == LLM
 
 
 def find(backend: str, platform: str, model: str) -> type[Backend]:

@@ -156,7 +156,12 @@ class Backend(ABC):
     Life: constructed with its context, ``complete``, ``load``, any number of requests, ``unload`` (also after
     a ``load`` that failed or was cancelled). All methods are called on the event loop; what blocks belongs in
     a thread or a process of the backend.
+
+    Attributes:
+        answers_once: a request that asks for no stream has one answer, also where the configuration is decoupled.
     """
+
+    answers_once: bool = False
 
     def __init__(self, context: LoadContext) -> None:
         self.context = context
@@ -329,6 +334,7 @@ class TextBackend(Backend):
         sampling_defaults: what ``llm.params.make_params`` takes as the model's own values.
     """
 
+    answers_once = True
     tokenizer: Tokenizer
     max_length: int
     vocab_size: int

@@ -24,6 +24,8 @@ from tritium.backends.base import InstanceBackend, InstanceContext
 from tritium.errors import Code, TritiumError
 from tritium.ipc import follow_parent
 from tritium.ipc.pipe import BrokenPipe, ThreadPipe
+from tritium.observability import logs
+from tritium.observability.logs import LogState
 from tritium.types import InferRequest, InferResponse
 
 
@@ -39,6 +41,7 @@ class Host:
         self._answers: dict[int, Callable[[InferResponse], None]] = {}
         self._results: dict[int, wire.Result | None] = {}
         self._numbers = iter(range(1 << 62))
+        self._logging: LogState | None = None
 
     def _take(self, message: wire.ToHost) -> None:
         """Runs in whatever thread reads."""
@@ -59,6 +62,10 @@ class Host:
                     take(answer)
             case wire.Result(ask):
                 self._results[ask] = message
+            case wire.Logging(state):
+                # Only our own lines: what the model does with Python's logging is its business.
+                self._logging = state
+                logs.apply(state, "tritium")
             case _:
                 self._jobs.append(message)
 
@@ -97,8 +104,10 @@ class Host:
         self.pipe.poke()
 
     def log(self, level: str, message: str) -> None:
-        """Writes a line into the server's log."""
-        self.pipe.send(wire.Log(level, message))
+        """Writes a line into the server's log, if lines of that level are wanted."""
+        self.pipe.look()
+        if self._logging is None or self._logging.passes(level):
+            self.pipe.send(wire.Log(level, message))
 
     def change(self, metric: int, action: str, value: float) -> None:
         """Moves a metric."""

@@ -15,6 +15,7 @@ from tritium.backends.base import LoadContext
 from tritium.backends.config import DynamicBatching, InstanceGroup, ModelConfig
 from tritium.errors import TritiumError, invalid
 from tritium.llm.config import EngineConfig
+from tritium.llm.names import installed, named
 from tritium.llm.params import is_sampling_field, make_params
 
 Alias = Literal["tritium", "tensorrtllm", "vllm"]
@@ -277,9 +278,13 @@ def _parse(where: str, value: Any, kind: Any) -> Any:
 
 
 def _resolve(where: str, text: str, folder: Path | None) -> Path:
+    """A path, relative to the version folder, or the name of a model that comes with a package."""
     path = Path(text)
     if not path.is_absolute() and folder is not None:
         path = folder / path
-    if not path.exists():
+    if path.exists():
+        return path
+    model = named(text)
+    if model is None:
         raise invalid(f"{where} is '{text}', which does not exist")
-    return path
+    return installed(model)

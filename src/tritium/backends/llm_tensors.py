@@ -7,7 +7,6 @@ tokens (``input_ids`` to ``output_ids``, those of TensorRT-LLM's).
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -19,6 +18,7 @@ import numpy as np
 
 from tritium.backends.base import TextBackend, Timing
 from tritium.backends.config import ANY, DynamicBatching, ModelConfig, TensorSpec
+from tritium.backends.llm_columns import Column, json_object, shorten
 from tritium.backends.llm_settings import LlmSettings
 from tritium.errors import TritiumError, invalid
 from tritium.llm.params import is_sampling_field, make_params
@@ -26,7 +26,8 @@ from tritium.llm.types import GenerateRequest, SamplingParams, TokenDelta
 from tritium.types import DType, InferRequest, InferResponse, Tensor
 
 DEFAULT_MAX_TOKENS = 16
-MAX_JSON_BYTES = 1 << 16
+# Tokens that ``previous_ids`` holds at most: enough for the rest of a character, and for detokenizers that look back.
+LOOK_BACK = 32
 
 # Inputs with one value per sequence: name -> (datatype, sampling parameter that it is).
 _SAMPLING_INPUTS: dict[str, tuple[DType, str]] = {
@@ -73,6 +74,8 @@ STANDARD_OUTPUTS = {
     "text_output": TensorSpec("text_output", DType.BYTES, (1,)),
     "output_ids": TensorSpec("output_ids", DType.INT32, (ANY, ANY)),
     "sequence_length": TensorSpec("sequence_length", DType.INT32, (ANY,)),
+    "finish_reason": TensorSpec("finish_reason", DType.BYTES, (1,)),
+    "previous_ids": TensorSpec("previous_ids", DType.INT32, (ANY,)),
 }
 
 
@@ -111,12 +114,19 @@ def _kind(dtype: DType) -> str:
 
 @dataclass(slots=True)
 class _Row:
-    """One sequence of a request and what came of it."""
+    """One sequence of a request and what came of it.
+
+    Attributes:
+        before: the last tokens before ``tokens``, of the prompt or of earlier answers.
+        finish: why the sequence ended; "" while it goes on.
+    """
 
     prompt: str | None
     request: GenerateRequest
     tokens: list[int] = field(default_factory=list[int])
     text: str = ""
+    before: list[int] = field(default_factory=list[int])
+    finish: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +170,12 @@ class TensorForm:
             yield answer
             return
         row = job.rows[0]
+        before = row.before
         async with aclosing(timing.watch(row.request, self._backend.generate(row.request))) as deltas:
             async for delta in deltas:
-                piece = _Row(row.prompt, row.request, delta.tokens, delta.text)
+                piece = _Row(row.prompt, row.request, before=before)
+                _extend(piece, delta)
+                before = (before + delta.tokens)[-LOOK_BACK:]
                 answer = self._answer(request, job, [piece])
                 answer.final = delta.finish is not None
                 yield answer
@@ -184,7 +197,7 @@ class TensorForm:
     # -- reading ------------------------------------------------------------------------------------------
 
     def _read(self, request: InferRequest) -> _Job:
-        inputs = {name: _Column(tensor, self._batched) for name, tensor in request.inputs.items()}
+        inputs = {name: Column(tensor, self._batched) for name, tensor in request.inputs.items()}
         given = [name for name in ("text_input", "input_ids") if name in inputs]
         if len(given) != 1:
             raise invalid(f"the inputs hold {given or 'neither'}, expected one of text_input and input_ids")
@@ -204,7 +217,7 @@ class TensorForm:
         wanted = [output.name for output in request.outputs] or default
         return _Job(rows, self._batched, stream, exclude, pad_id, wanted)
 
-    def _row(self, request: InferRequest, inputs: Mapping[str, _Column], source: str, index: int) -> _Row:
+    def _row(self, request: InferRequest, inputs: Mapping[str, Column], source: str, index: int) -> _Row:
         prompt: str | None = None
         if source == "text_input":
             prompt = inputs[source].text(index)
@@ -213,7 +226,7 @@ class TensorForm:
         else:
             tokens = [int(t) for t in inputs[source].numbers(index)]
             if "input_lengths" in inputs:
-                tokens = _shorten(tokens, int(inputs["input_lengths"].numbers(index)[0]))
+                tokens = shorten(tokens, int(inputs["input_lengths"].numbers(index)[0]))
         self._check(tokens, source)
         params = self._params(request, inputs, index)
         if params.seed is not None and len(inputs["seed" if "seed" in inputs else source]) == 1:
@@ -229,7 +242,7 @@ class TensorForm:
             tenant=request.tenant,
             queue_deadline_ns=deadline,
         )
-        return _Row(prompt, generate)
+        return _Row(prompt, generate, before=tokens[-LOOK_BACK:])
 
     def _class_number(self, priority: int) -> int:
         """Lower runs first, 0 is the default; Triton's 1 is the highest; undeclared levels do not count."""
@@ -263,10 +276,10 @@ class TensorForm:
         if len(tokens) >= self._backend.max_length:
             raise self._too_long(source, str(len(tokens)))
 
-    def _params(self, request: InferRequest, inputs: Mapping[str, _Column], index: int) -> SamplingParams:
+    def _params(self, request: InferRequest, inputs: Mapping[str, Column], index: int) -> SamplingParams:
         given: dict[str, Any] = {k: v for k, v in request.parameters.items() if is_sampling_field(k)}
         if "sampling_parameters" in inputs:
-            given.update(_json_object(inputs["sampling_parameters"].text(index)))
+            given.update(json_object(inputs["sampling_parameters"].text(index)))
         for name in _SAMPLING_INPUTS.keys() & inputs.keys():
             value = inputs[name].numbers(index)
             if len(value) != 1:
@@ -294,8 +307,17 @@ class TensorForm:
                 shape = (len(rows), 1) if job.batched else (len(rows),)
                 answer.outputs.append(Tensor.from_strings(name, [t.encode() for t in texts], shape))
                 continue
+            if name == "finish_reason":
+                shape = (len(rows), 1) if job.batched else (len(rows),)
+                answer.outputs.append(Tensor.from_strings(name, [row.finish.encode() for row in rows], shape))
+                continue
             ids = [(row.request.tokens if ids_with_prompt else []) + row.tokens for row in rows]
-            array = self._ids(ids, job.pad_id) if name == "output_ids" else _lengths(ids)
+            if name == "output_ids":
+                array = self._ids(ids, job.pad_id)
+            elif name == "previous_ids":
+                array = _right_aligned([[] if ids_with_prompt else row.before for row in rows])
+            else:
+                array = _lengths(ids)
             answer.outputs.append(Tensor.from_numpy(name, array if job.batched else array[0]))
         return answer
 
@@ -307,83 +329,20 @@ class TensorForm:
         return array if self._flat_output else array[:, None, :]
 
 
-class _Column:
-    """One input, by sequence."""
-
-    def __init__(self, tensor: Tensor, batched: bool) -> None:
-        self._tensor = tensor
-        array = tensor.numpy()
-        self._rows = array.reshape(array.shape[0], -1) if batched and array.ndim else array.reshape(1, -1)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Any:
-        return iter(range(len(self._rows)))
-
-    def numbers(self, row: int) -> list[Any]:
-        """The values of that sequence; an input with one row holds for all of them."""
-        if row >= len(self._rows) and len(self._rows) != 1:
-            raise invalid(f"{self._tensor.name} has {len(self._rows)} rows, expected one per sequence")
-        return self._rows[row if len(self._rows) > 1 else 0].tolist()
-
-    def flag(self) -> bool:
-        """The value of a switch, which is one for all sequences."""
-        values = {bool(v) for v in self._rows.reshape(-1).tolist()}
-        if len(values) != 1:
-            raise invalid(f"{self._tensor.name} has no single value, expected one true or false")
-        return values.pop()
-
-    def texts(self, row: int) -> list[str]:
-        """The same of a BYTES input, as text."""
-        found: list[str] = []
-        for value in self.numbers(row):
-            try:
-                found.append(bytes(value).decode())
-            except UnicodeDecodeError as error:
-                raise invalid(f"{self._tensor.name} is not UTF-8: {error.reason}", param=self._tensor.name) from None
-        return found
-
-    def text(self, row: int) -> str:
-        """The only text of that sequence."""
-        texts = self.texts(row)
-        if len(texts) != 1:
-            raise invalid(f"{self._tensor.name} has {len(texts)} texts, expected 1", param=self._tensor.name)
-        return texts[0]
-
-
 def _extend(row: _Row, delta: TokenDelta) -> None:
     row.tokens += delta.tokens
     row.text += delta.text
+    if delta.finish is not None:
+        row.finish = delta.finish.value
 
 
 def _lengths(ids: list[list[int]]) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array([[len(tokens)] for tokens in ids], dtype=np.int32)
 
 
-def _shorten(tokens: list[int], length: int) -> list[int]:
-    if not 0 < length <= len(tokens):
-        raise invalid(f"input_lengths is {length}, expected 1 to {len(tokens)}", param="input_lengths")
-    return tokens[:length]
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    """``sampling_parameters`` of vLLM's backend: a JSON object whose values may be texts."""
-    if len(text) > MAX_JSON_BYTES:
-        raise invalid(f"sampling_parameters has {len(text)} characters, expected at most {MAX_JSON_BYTES}")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise invalid("sampling_parameters is not JSON", param="sampling_parameters") from None
-    if not isinstance(value, dict):
-        raise invalid("sampling_parameters is no JSON object", param="sampling_parameters")
-    return {key: _plain(entry) if key != "stop" else entry for key, entry in value.items()}
-
-
-def _plain(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value.lower())
-    except (ValueError, RecursionError):
-        return value
+def _right_aligned(ids: list[list[int]]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """[batch, longest row]; what a row lacks in front is -1, which is no token."""
+    array = np.full((len(ids), max(map(len, ids))), -1, dtype=np.int32)
+    for row, tokens in zip(array, ids, strict=True):
+        row[len(row) - len(tokens) :] = tokens
+    return array

@@ -23,7 +23,7 @@ from tritium.backends.pb_types import (
     TritonModelException,
 )
 from tritium.errors import TritiumError
-from tritium.types import InferRequest, InferResponse, Parameter, RequestedOutput, SequenceRef
+from tritium.types import NO_TRACE, InferRequest, InferResponse, Parameter, RequestedOutput, SequenceRef, TraceRef
 
 
 class MemoryType(IntEnum):
@@ -42,14 +42,14 @@ class PreferredMemory:
 
 
 class InferenceTrace:
-    """The trace of a request."""
+    """The trace of a request; a request of one's own that is given it (``trace=``) becomes part of it."""
 
-    def __init__(self, context: str | None = None) -> None:
-        self._context = context
+    def __init__(self, ref: TraceRef = NO_TRACE) -> None:
+        self.ref = ref
 
     def get_context(self) -> str | None:
-        """The propagation context; None without one."""
-        return self._context
+        """The propagation context, a JSON object of headers; None without one."""
+        return self.ref.context or None
 
 
 def checked_parameters(given: Mapping[str, Any] | None) -> dict[str, Parameter]:
@@ -248,7 +248,7 @@ class InferenceRequest:
         sequence = request.sequence
         made._flags = 0 if sequence is None else sequence.start + 2 * sequence.end
         made._memory = None
-        made._trace = InferenceTrace()
+        made._trace = InferenceTrace(request.trace_ref)
         return made
 
     def inputs(self) -> list[Tensor]:
@@ -350,6 +350,7 @@ class InferenceRequest:
             request.parameters,
             SequenceRef(correlation, start, end) if correlation or start or end else None,
             timeout_us=request.timeout_us,
+            trace_ref=self._trace.ref,
         )
 
 

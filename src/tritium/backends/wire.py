@@ -12,7 +12,8 @@ import msgspec
 from tritium.errors import Code, TritiumError
 from tritium.ipc.arena import Arena
 from tritium.ipc.pipe import INLINE_BYTES
-from tritium.types import DType, InferRequest, InferResponse, Parameter, RequestedOutput, SequenceRef
+from tritium.observability.logs import LogState
+from tritium.types import Copies, DType, InferRequest, InferResponse, Parameter, RequestedOutput, SequenceRef, TraceRef
 from tritium.types import Tensor as TypedTensor
 
 START, END = 1, 2
@@ -20,7 +21,7 @@ NOTHING = memoryview(b"")
 
 
 class Tensor(msgspec.Struct, array_like=True, gc=False):
-    """A tensor: in ``data`` when ``segment`` is -1, else the first ``size`` bytes of the segment of that number."""
+    """A tensor: in ``data`` when ``segment`` is -1, else ``size`` bytes from ``offset`` on in that segment."""
 
     name: str
     dtype: DType
@@ -28,6 +29,7 @@ class Tensor(msgspec.Struct, array_like=True, gc=False):
     data: memoryview
     segment: int
     size: int
+    offset: int
 
 
 class Request(msgspec.Struct, array_like=True, gc=False):
@@ -43,6 +45,7 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     flags: int
     timeout_us: int
     priority: int
+    trace: TraceRef
 
 
 class Response(msgspec.Struct, array_like=True, gc=False):
@@ -131,7 +134,13 @@ class Stop(msgspec.Struct, array_like=True, tag=8):
     """Unload the model and end."""
 
 
-ToHost = Setup | Load | Execute | Cancel | Answer | Result | Probe | Stop | None
+class Logging(msgspec.Struct, array_like=True, tag=9):
+    """Log like this from now on."""
+
+    state: LogState
+
+
+ToHost = Setup | Load | Execute | Cancel | Answer | Result | Probe | Stop | Logging | None
 
 
 # -- from the host ---------------------------------------------------------------------------------------------
@@ -217,15 +226,19 @@ FromHost = Described | Loaded | Failed | Replies | Call | HangUp | Ask | Log | C
 # -- conversions -----------------------------------------------------------------------------------------------
 
 
-def pack_tensor(tensor: TypedTensor, arena: Arena) -> Tensor:
-    """The wire form; large content is copied into a segment."""
+def pack_tensor(tensor: TypedTensor, arena: Arena, copies: Copies | None = None) -> Tensor:
+    """The wire form; large content is lent where it came from another process, else copied into a segment."""
     data = tensor.data
     size = data.nbytes
+    if size > INLINE_BYTES and (loan := arena.lend(data)) is not None:
+        return Tensor(tensor.name, tensor.dtype, tensor.shape, NOTHING, loan[0], size, loan[1])
+    if copies is not None:
+        copies.add(size)
     if size <= INLINE_BYTES:
-        return Tensor(tensor.name, tensor.dtype, tensor.shape, data, -1, 0)
+        return Tensor(tensor.name, tensor.dtype, tensor.shape, data, -1, 0, 0)
     segment = arena.take(size)
     segment.memory[:size] = data if data.format == "B" and data.ndim == 1 else data.cast("B")
-    return Tensor(tensor.name, tensor.dtype, tensor.shape, NOTHING, segment.number, size)
+    return Tensor(tensor.name, tensor.dtype, tensor.shape, NOTHING, segment.number, size, 0)
 
 
 def unpack_tensor(tensor: Tensor, arena: Arena) -> TypedTensor:
@@ -234,7 +247,7 @@ def unpack_tensor(tensor: Tensor, arena: Arena) -> TypedTensor:
     Raises:
         KeyError, ValueError: the other end names a segment that there is not.
     """
-    data = tensor.data if tensor.segment < 0 else arena.view(tensor.segment, tensor.size)
+    data = tensor.data if tensor.segment < 0 else arena.view(tensor.segment, tensor.size, tensor.offset)
     return TypedTensor(tensor.name, tensor.dtype, tensor.shape, data)
 
 
@@ -245,13 +258,14 @@ def pack_request(request: InferRequest, arena: Arena) -> Request:
         request.model,
         request.version,
         request.id,
-        [pack_tensor(tensor, arena) for tensor in request.inputs.values()],
+        [pack_tensor(tensor, arena, request.copies) for tensor in request.inputs.values()],
         [output.name for output in request.outputs],
         request.parameters,
         0 if sequence is None else sequence.id,
         0 if sequence is None else START * sequence.start + END * sequence.end,
         request.timeout_us,
         request.priority,
+        request.trace_ref if request.trace is None else request.trace.ref(),
     )
 
 
@@ -271,6 +285,7 @@ def unpack_request(request: Request, arena: Arena, arrived_ns: int) -> InferRequ
         sequence,
         priority=request.priority,
         timeout_us=request.timeout_us,
+        trace_ref=request.trace,
     )
 
 

@@ -3,6 +3,9 @@
 Each end owns the segments that it fills: an anonymous file (memfd) whose descriptor travels once with a message.
 The other end maps it and gives it back, by number, when nobody refers to its content any more. Nothing lies in
 ``/dev/shm`` or under a name that could be guessed, and whatever dies leaves nothing behind.
+
+What came from one process can be handed on to another without a copy (``lend``): that one gets a descriptor for
+reading, maps the same memory, and what it writes there is its own. The memory goes back when both are done with it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,39 @@ Bytes = npt.NDArray[np.uint8]
 SMALLEST = 1 << 16
 IDLE_BYTES = 1 << 26
 KEEP = 2
+_DESCRIPTORS = "/proc/self/fd"
 _SEALS = 0x2 | 0x4  # F_SEAL_SHRINK | F_SEAL_GROW: no end can make the other read past the end of the file.
+
+
+class Foreign:
+    """A segment of the other end, mapped.
+
+    Attributes:
+        private: what is written here stays here, because the other end only lent it.
+    """
+
+    __slots__ = ("__weakref__", "address", "fd", "memory", "private")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        size = os.fstat(fd).st_size
+        self.private = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        self.memory = mmap.mmap(fd, size, access=mmap.ACCESS_COPY if self.private else mmap.ACCESS_WRITE)
+        self.address = _address(np.frombuffer(self.memory, np.uint8))
+
+    def forget(self) -> None:
+        """Drops what was written here, so that what the other end wrote since then is seen."""
+        if self.private:
+            self.memory.madvise(mmap.MADV_DONTNEED)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class _View(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+    """Bytes of a foreign segment; what is made of them leads back to it (``memoryview.obj``)."""
+
+    segment: Foreign | None = None
 
 
 class Segment:
@@ -43,13 +78,20 @@ class Arena:
     Own segments may be taken and come back in several threads; foreign ones belong to the thread that reads,
     apart from the end of a view's life, which may come in any.
 
+    Args:
+        lends: whether foreign memory of other arenas may be handed on as it lies, instead of being copied. Only where
+            nobody goes on writing to memory that was sent.
+
     Attributes:
         fds: descriptors of new segments, in the order of their numbers; the next message must carry them.
         dropped: numbers of own segments that the other end shall unmap; the next message must name them.
         returned: numbers of foreign segments that are free again; the next message must name them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lends: bool = False) -> None:
+        self._lends = lends and os.path.exists(_DESCRIPTORS)
+        self._lent: dict[int, tuple[memoryview, Foreign]] = {}
+        self._lent_idle: dict[weakref.ref[Foreign], int] = {}
         self.fds: list[int] = []
         self.dropped: list[int] = []
         self.returned: deque[int] = deque()
@@ -58,7 +100,7 @@ class Arena:
         self._idle: list[Segment] = []
         self._idle_bytes = 0
         self._next = 0
-        self._foreign: dict[int, mmap.mmap] = {}
+        self._foreign: dict[int, Foreign] = {}
         self._foreign_next = 0
         self._views: dict[int, weakref.ref[Bytes]] = {}
 
@@ -96,6 +138,9 @@ class Arena:
         Raises:
             KeyError: it was not out.
         """
+        if number in self._lent:
+            self._end_loan(number)
+            return
         with self._lock:
             segment = self._used.pop(number)
             self._idle.append(segment)
@@ -105,6 +150,39 @@ class Arena:
                 self._idle_bytes -= oldest.size
                 self.dropped.append(oldest.number)
 
+    # -- loans ----------------------------------------------------------------------------------------------
+
+    def lend(self, data: memoryview) -> tuple[int, int] | None:
+        """Makes memory that came from elsewhere readable for the other end, until that end gives it back.
+
+        Returns:
+            The number of the segment and where in it ``data`` begins; None when ``data`` lies in no segment of
+            another process.
+        """
+        segment = data.obj.segment if self._lends and isinstance(data.obj, _View) else None
+        if segment is None or not data.c_contiguous:
+            return None
+        number = self._lent_idle.pop(weakref.ref(segment), -1)
+        if number < 0:
+            self.fds.append(os.open(f"{_DESCRIPTORS}/{segment.fd}", os.O_RDONLY | os.O_CLOEXEC))
+            number, self._next = self._next, self._next + 1
+        self._lent[number] = data, segment
+        return number, _address(np.frombuffer(data, np.uint8)) - segment.address
+
+    def _end_loan(self, number: int) -> None:
+        _, segment = self._lent.pop(number)
+        key = weakref.ref(segment, self._lender_gone)
+        if key in self._lent_idle:
+            # It was lent twice at a time.
+            self.dropped.append(number)
+        else:
+            self._lent_idle[key] = number
+
+    def _lender_gone(self, key: weakref.ref[Foreign]) -> None:
+        number = self._lent_idle.pop(key, None)
+        if number is not None:
+            self.dropped.append(number)
+
     # -- foreign segments -----------------------------------------------------------------------------------
 
     def receive(self, fd: int) -> None:
@@ -113,30 +191,29 @@ class Arena:
         Raises:
             ValueError: it is a file that could still shrink.
         """
-        try:
-            size = os.fstat(fd).st_size
-            if hasattr(os, "memfd_create") and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise ValueError("a segment is not sealed")
-            self._foreign[self._foreign_next] = mmap.mmap(fd, size)
-        finally:
+        if hasattr(os, "memfd_create") and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             os.close(fd)
+            raise ValueError("a segment is not sealed")
+        self._foreign[self._foreign_next] = Foreign(fd)
         self._foreign_next += 1
 
     def drop(self, number: int) -> None:
         """The other end has given a segment up."""
         self._foreign.pop(number)
 
-    def view(self, number: int, size: int) -> memoryview:
-        """The first bytes of a foreign segment, writable; it goes back when no view of them lives any more.
+    def view(self, number: int, size: int, offset: int = 0) -> memoryview:
+        """Bytes of a foreign segment, writable; it goes back when no view of them lives any more.
 
         Raises:
             KeyError: there is no such segment, or it is in use.
             ValueError: it is smaller.
         """
-        memory = self._foreign[number]
+        segment = self._foreign[number]
         if number in self._views:
             raise KeyError(number)
-        array: Bytes = np.frombuffer(memory, np.uint8, size)
+        segment.forget()
+        array = np.frombuffer(segment.memory, np.uint8, size, offset).view(_View)
+        array.segment = segment
         # Every view of the view holds on to this array, never to the mapping behind it.
         self._views[number] = weakref.ref(array, lambda _: self._end(number))
         return array.data
@@ -154,6 +231,11 @@ class Arena:
         self._used.clear()
         self._idle.clear()
         self._foreign.clear()
+        self._lent.clear()
+
+
+def _address(array: Bytes) -> int:
+    return array.__array_interface__["data"][0]
 
 
 def _anonymous(size: int) -> int:

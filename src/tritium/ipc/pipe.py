@@ -43,9 +43,9 @@ class BrokenPipe(Exception):
 class Frames(Generic[Received]):
     """Frames out of bytes and back; one for each end."""
 
-    def __init__(self, end: socket.socket, receives: Any) -> None:
+    def __init__(self, end: socket.socket, receives: Any, *, lends: bool = False) -> None:
         self.socket = end
-        self.arena = Arena()
+        self.arena = Arena(lends=lends)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
         self._view = memoryview(bytearray(_CHUNK))
@@ -155,7 +155,8 @@ class AsyncPipe(Generic[Received]):
         on_end: Callable[[str], None],
     ) -> None:
         end.setblocking(False)
-        self._frames: Frames[Received] = Frames(end, receives)
+        # Nothing in this process writes to tensors that it hands on, so they may be lent.
+        self._frames: Frames[Received] = Frames(end, receives, lends=True)
         self.arena = self._frames.arena
         self._on_message = on_message
         self._on_end = on_end

@@ -28,6 +28,7 @@ from tritium.llm.types import (
     Failed,
     FromEngine,
     GenerateRequest,
+    Logging,
     Progress,
     QueueSettings,
     Ready,
@@ -265,6 +266,7 @@ class EngineClient:
         arguments += ["--config", msgspec.json.encode(self.config).decode(), *logs.child_arguments()]
         process = await start_child("tritium.llm.engine", arguments, self._env)
         self._process = process
+        unfollow = logs.follow(lambda state: link.send(Logging(state)))
         ended = asyncio.create_task(process.wait())
         watch = asyncio.create_task(self._watch(process))
         try:
@@ -280,6 +282,7 @@ class EngineClient:
                 self._heard = time.monotonic()
                 came_up = self._handle(message.result()) or came_up
         finally:
+            unfollow()
             watch.cancel()
             self._up = False
             self._link = None
@@ -312,8 +315,9 @@ class EngineClient:
                         "the engine is back", engine=self._name, seconds=away_s, requests=len(self._live), pid=self.pid
                     )
                 if self._link is not None:
-                    # They may have changed while it started.
+                    # Both may have changed while it started, and of the logs it was told the level alone.
                     self._link.send(_queue_settings(self.config))
+                    self._link.send(Logging(logs.state()))
                 if self._live and self._link is not None:
                     self._link.send(Submit([live.request for live in self._live.values()]))
                 if self._started is not None and not self._started.done():

@@ -27,6 +27,7 @@ from tritium.llm.types import (
     EngineInfo,
     Failed,
     GenerateRequest,
+    Logging,
     Progress,
     QueueSettings,
     Ready,
@@ -123,6 +124,9 @@ class Engine:
                 case QueueSettings():
                     changes = msgspec.structs.asdict(message)
                     self._scheduler.follow(replace(self._scheduler.config, **changes))
+                case Logging(state):
+                    logs.apply(state)
+                    logs.get("tritium.engine").debug("logs as the server does from now on", level=state.verbose)
                 case _:
                     self._stopped = True
                     return

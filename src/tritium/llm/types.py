@@ -11,6 +11,7 @@ from enum import Enum
 import msgspec
 
 from tritium.errors import Code, TritiumError
+from tritium.observability.logs import LogState
 
 
 class FinishReason(Enum):
@@ -338,5 +339,11 @@ class Progress(msgspec.Struct, array_like=True, gc=False, tag=True):
     stats: EngineStats
 
 
-ToEngine = Submit | Abort | QueueSettings | Shutdown
+class Logging(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """Front end to engine: log like this from now on."""
+
+    state: LogState
+
+
+ToEngine = Submit | Abort | QueueSettings | Logging | Shutdown
 FromEngine = Ready | Failed | Busy | Progress

@@ -69,7 +69,7 @@ class LogSettings:
     def update(self, changes: Mapping[str, Setting]) -> None:
         """Changes settings, all or none; keys that are no setting are passed over, as in Triton.
 
-        Child processes that run already go on as they were started.
+        Child processes, of models and of engines, follow.
 
         Args:
             changes: values of the right type.
@@ -89,6 +89,7 @@ class LogSettings:
         self._format = format
         self._handler.setFormatter(logs.formatter(format))
         self._apply()
+        logs.announce()
 
     def close(self) -> None:
         """Closes the file; lines go to standard error from then on."""

@@ -18,11 +18,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
+
+import msgspec
 
 from tritium.errors import invalid
 
@@ -187,6 +189,75 @@ def setup(level: str = "info", format: str = "text", stream: TextIO | None = Non
         library.handlers.clear()
         library.propagate = True
     return handler
+
+
+class LogState(msgspec.Struct, array_like=True, frozen=True):
+    """How a process logs, so that another one can log the same way."""
+
+    format: str
+    verbose: int
+    info: bool
+    warning: bool
+    error: bool
+
+    def passes(self, level: str) -> bool:
+        """Whether lines of that level are written."""
+        return {"debug": self.verbose > 0, "info": self.info, "warning": self.warning}.get(level, self.error)
+
+
+# Who wants to know when that changes; like ``logging`` itself, one for the process.
+_followers: set[Callable[[LogState], None]] = set()
+
+
+def state() -> LogState:
+    """How this process logs now."""
+    level = logging.getLogger("tritium").getEffectiveLevel()
+    own = [h for h in logging.getLogger().handlers if isinstance(h.formatter, TextFormatter)]
+    form = "json" if any(isinstance(h.formatter, JsonFormatter) for h in own) else "text"
+    for switches in (f for h in own for f in h.filters if isinstance(f, Switches)):
+        return LogState(form, switches.verbose, switches.info, switches.warning, switches.error)
+    passes = [level <= LEVELS[name] for name in ("info", "warning", "error")]
+    return LogState(form, int(level <= logging.DEBUG), passes[0], passes[1], passes[2])
+
+
+def apply(state: LogState, name: str = "") -> None:
+    """Makes this process log that way.
+
+    Args:
+        name: whose lines alone it is about, in a process that is somebody else's; "" for all.
+    """
+    logger = logging.getLogger(name)
+    own = [h for h in logger.handlers if isinstance(h.formatter, TextFormatter)]
+    handler = own[0] if own else logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(state.format))
+    switches = Switches()
+    switches.verbose, switches.info, switches.warning, switches.error = (
+        state.verbose,
+        state.info,
+        state.warning,
+        state.error,
+    )
+    handler.filters[:] = [switches]
+    if not own:
+        logger.addHandler(handler)
+    if name:
+        logger.propagate = False
+        logger.setLevel(switches.lowest())
+    else:
+        set_level(switches.lowest())
+
+
+def follow(changed: Callable[[LogState], None]) -> Callable[[], None]:
+    """Calls ``changed`` after every change of the settings, until what this returns is called."""
+    _followers.add(changed)
+    return lambda: _followers.discard(changed)
+
+
+def announce() -> None:
+    """The settings have changed: whoever follows them is told."""
+    now = state()
+    for changed in list(_followers):
+        changed(now)
 
 
 def set_level(level: int) -> None:

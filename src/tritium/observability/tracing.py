@@ -3,108 +3,60 @@
 The settings and the file are those of Triton's trace extension: a JSON array in which a trace has one object
 with its model and its request, one with its timestamps, and with TENSORS one for each tensor. The file is whole
 JSON after every trace, so a reader need not wait for the end of the server. Times are nanoseconds of
-``time.monotonic_ns``.
+``time.monotonic_ns``. In the mode ``opentelemetry`` there is no file: each trace becomes spans (``otel``).
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from io import BufferedWriter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from time import monotonic_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tritium.errors import Code, TritiumError, invalid
 from tritium.observability import logs
-from tritium.settings.parts import parts
-from tritium.types import DType, Tensor
+from tritium.observability.trace_config import (
+    NUMBERS,
+    OFF,
+    OPENTELEMETRY,
+    TENSORS,
+    TIMESTAMPS,
+    TraceConfig,
+    parse_setting,
+)
+from tritium.observability.trace_file import TraceFile
+from tritium.types import DType, Tensor, TraceRef
+
+if TYPE_CHECKING:
+    from tritium.observability.otel import Exporter, Spans
 
 _log = logs.get(__name__)
 
-OFF, TIMESTAMPS, TENSORS = "OFF", "TIMESTAMPS", "TENSORS"
-# What a level may be called; the last two are of Triton's past.
-LEVELS: dict[str, str] = {
-    OFF: OFF,
-    TIMESTAMPS: TIMESTAMPS,
-    TENSORS: TENSORS,
-    "MIN": TIMESTAMPS,
-    "MAX": TIMESTAMPS,
-}
 # Elements of a tensor that a trace holds at most.
 MAX_ELEMENTS = 4096
-_INT32_MAX = (1 << 31) - 1
-# Setting that can be changed over the network -> its least value.
-_NUMBERS = {"trace_rate": 1, "trace_count": -1, "log_frequency": 0}
-
-
-@dataclass(frozen=True, slots=True)
-class TraceConfig:
-    """Which requests are traced, and where to.
-
-    Attributes:
-        file: where traces go; "" takes none.
-        levels: TIMESTAMPS and TENSORS, or nothing.
-        rate: one request of so many is traced, the first one to begin with.
-        count: traces that are taken in all; -1 for no limit.
-        log_frequency: after so many traces the next file begins (``<file>.0``, ``<file>.1``); 0 for one file.
-    """
-
-    file: str = ""
-    levels: tuple[str, ...] = ()
-    rate: int = 1000
-    count: int = -1
-    log_frequency: int = 0
-
-
-def parse_trace_config(texts: Sequence[str]) -> TraceConfig:
-    """What ``--trace-config`` says; without a level, a file stands for TIMESTAMPS.
-
-    Raises:
-        TritiumError: INVALID_ARGUMENT for a setting that there is not, or a value that does not fit;
-            UNIMPLEMENTED for another mode than ``triton``.
-    """
-    option = "--trace-config"
-    config = TraceConfig()
-    levels: list[str] | None = None
-    for group, key, value in parts(option, texts):
-        if group not in ("", "triton") or (key == "mode" and value != "triton"):
-            raise TritiumError(
-                Code.UNIMPLEMENTED,
-                f"{option}: mode '{group or value}' is not supported, expected triton",
-                param="trace_config",
-            )
-        if key == "file":
-            config = replace(config, file=value)
-        elif key == "level":
-            if value not in LEVELS:
-                raise invalid(f"{option}: level is '{value}', expected one of {', '.join(LEVELS)}")
-            levels = [*(levels or []), value]
-        elif key in ("rate", "count"):
-            config = replace(config, **{key: parse_setting(f"trace_{key}", [value])})
-        elif key == "log-frequency":
-            config = replace(config, log_frequency=parse_setting("log_frequency", [value]))
-        elif key != "mode":
-            known = "level, rate, count, mode, triton,file or triton,log-frequency"
-            raise invalid(f"{option}: there is no setting '{key}', expected {known}", param="trace_config")
-    if levels is None:
-        levels = [TIMESTAMPS] if config.file else []
-    found = parse_setting("trace_level", levels) if levels else ()
-    if found and not config.file:
-        raise invalid(f"{option}: a trace level wants a file: {option}=triton,file=FILE", param="trace_config")
-    return replace(config, levels=found)
 
 
 class Trace:
-    """What happens to one request, until ``release`` writes it."""
+    """What happens to one request, until ``release`` writes it.
+
+    Args:
+        spans: what it becomes in the mode ``opentelemetry``.
+    """
 
     def __init__(
-        self, traces: Traces, levels: tuple[str, ...], model: str, version: str, request_id: str, parent_id: int = 0
+        self,
+        traces: Traces,
+        levels: tuple[str, ...],
+        model: str,
+        version: str,
+        request_id: str,
+        parent_id: int = 0,
+        spans: Spans | None = None,
     ) -> None:
         self._traces = traces
         self._levels = levels
+        self._spans = spans
         self.id = traces.next_id()
         self.parent_id = parent_id
         self._head: dict[str, Any] = {"id": self.id, "model_name": model}
@@ -119,7 +71,12 @@ class Trace:
 
     def child(self, model: str, version: str, request_id: str = "") -> Trace:
         """The trace of a request that this one makes; the model that answers it releases it."""
-        return Trace(self._traces, self._levels, model, version, request_id, self.id)
+        spans = None if self._spans is None else self._spans.child(model)
+        return Trace(self._traces, self._levels, model, version, request_id, self.id, spans)
+
+    def ref(self) -> TraceRef:
+        """What another process is told of it."""
+        return TraceRef(self.id, "" if self._spans is None else self._spans.carrier())
 
     def stamp(self, name: str, ns: int | None = None) -> None:
         """Something happened now, or at ``ns``."""
@@ -151,16 +108,41 @@ class Trace:
 
     def hold(self, activity: str, tensors: Iterable[Tensor]) -> None:
         """Keeps tensors, with TENSORS."""
-        if TENSORS in self._levels:
+        if TENSORS in self._levels and self._spans is None:
             self._tensors += [{"id": self.id, "activity": activity, "tensor": _tensor(tensor)} for tensor in tensors]
 
     def release(self) -> None:
         """Writes it."""
+        if self._spans is not None:
+            self._spans.end(self._head, sorted(self._stamps, key=lambda stamp: stamp[0]))
+            return
         entries: list[dict[str, Any]] = [self._head]
         if self._stamps:
             stamps = sorted(self._stamps, key=lambda stamp: stamp[0])
             entries.append({"id": self.id, "timestamps": [{"name": name, "ns": ns} for ns, name in stamps]})
         self._traces.write([*entries, *self._tensors])
+
+
+def make_exporter(url: str, resource: Mapping[str, str], batching: Mapping[str, int]) -> Exporter:
+    """What sends spans.
+
+    Raises:
+        TritiumError: UNAVAILABLE, with the command that helps, when the OpenTelemetry SDK is not installed;
+            INVALID_ARGUMENT for settings that do not go together.
+    """
+    try:
+        from tritium.observability.otel import Exporter
+    except ImportError as error:
+        raise TritiumError(
+            Code.UNAVAILABLE,
+            f"--trace-config mode=opentelemetry needs the OpenTelemetry SDK ({error}); get it with: "
+            "pip install 'tritium[opentelemetry]'",
+            param="trace_config",
+        ) from None
+    try:
+        return Exporter(url, resource, batching)
+    except ValueError as error:
+        raise invalid(f"--trace-config: opentelemetry: {error}", param="trace_config") from None
 
 
 def _tensor(tensor: Tensor) -> dict[str, str]:
@@ -184,10 +166,12 @@ class _Sampler:
 
     @property
     def on(self) -> bool:
-        return bool(self.config.levels) and bool(self.config.file) and self.left != 0
+        return bool(self.config.levels) and self.config.writes
 
     def take(self) -> bool:
-        taken = self._seen % self.config.rate == 0
+        if not self.left:
+            return False
+        taken = self.config.rate > 0 and self._seen % self.config.rate == 0
         self._seen += 1
         if taken and self.left > 0:
             self.left -= 1
@@ -198,7 +182,8 @@ class Traces:
     """The trace settings of a server and of its models, and the file.
 
     Raises:
-        TritiumError: INVALID_ARGUMENT when the file cannot be written.
+        TritiumError: INVALID_ARGUMENT when the file cannot be written, UNAVAILABLE when the OpenTelemetry SDK is
+            wanted and not installed.
     """
 
     def __init__(self, config: TraceConfig | None = None) -> None:
@@ -206,19 +191,45 @@ class Traces:
         self._changes: dict[str, dict[str, Any]] = {}  # by model; "" is the server
         self._samplers: dict[str, _Sampler] = {"": _Sampler(self._start)}
         self._ids = itertools.count(1)
-        self._file = _File(self._start.file, self._start.log_frequency) if self._start.file else None
+        self._file: TraceFile | None = None
+        self._exporter: Exporter | None = None
+        if self._start.mode == OPENTELEMETRY:
+            self._exporter = make_exporter(self._start.url, self._start.resource, self._start.batching)
+        elif self._start.file:
+            self._file = TraceFile(self._start.file, self._start.log_frequency)
 
     def next_id(self) -> int:
         """The number of the next trace."""
         return next(self._ids)
 
-    def begin(self, model: str, version: str = "", request_id: str = "") -> Trace | None:
-        """The trace of a request, if it is one of those that are traced."""
+    @property
+    def joins(self) -> bool:
+        """Whether ``begin`` has a use for the headers of a request."""
+        return self._exporter is not None
+
+    def begin(
+        self,
+        model: str,
+        version: str = "",
+        request_id: str = "",
+        headers: Mapping[str, str] | None = None,
+        arrived_ns: int | None = None,
+    ) -> Trace | None:
+        """The trace of a request, if it is one of those that are traced.
+
+        Args:
+            headers: of the request, names in lower case: ``traceparent`` makes it part of the client's trace,
+                and then it is traced whatever rate and count are.
+        """
         sampler = self._samplers.get(model) or self._samplers[""]
-        if not sampler.on or not sampler.take():
+        joined = self._exporter is not None and headers is not None and "traceparent" in headers
+        if not sampler.on or not (joined or sampler.take()):
             return None
         digits = version if version.isascii() and version.isdecimal() else ""
-        return Trace(self, sampler.config.levels, model, digits, request_id)
+        spans = None
+        if self._exporter is not None:
+            spans = self._exporter.begin(model, headers or {}, monotonic_ns() if arrived_ns is None else arrived_ns)
+        return Trace(self, sampler.config.levels, model, digits, request_id, spans=spans)
 
     def samples(self, model: str) -> bool:
         """Whether requests of a model may be traced now."""
@@ -228,13 +239,20 @@ class Traces:
         """The settings of a model, or of the server for "", as texts."""
         sampler = self._samplers.get(model) or self._samplers[""]
         config = sampler.config
-        return {
+        found = {
             "trace_level": list(config.levels) or [OFF],
             "trace_rate": [str(config.rate)],
             "trace_count": [str(sampler.left)],
+        }
+        if config.mode == OPENTELEMETRY:
+            found |= {"trace_mode": [config.mode], "url": [config.url]}
+            if config.resource:
+                found["resource"] = [",".join(f"{key}={value}" for key, value in config.resource.items())]
+            return found | {key: [str(value)] for key, value in config.batching.items()}
+        return found | {
             "log_frequency": [str(config.log_frequency)],
             "trace_file": [config.file],
-            "trace_mode": ["triton"],
+            "trace_mode": [config.mode],
         }
 
     def update(self, changes: Mapping[str, list[str] | None], model: str = "") -> None:
@@ -254,7 +272,7 @@ class Traces:
                 raise TritiumError(
                     Code.UNIMPLEMENTED, "trace file location can not be updated through network protocol"
                 )
-            if key not in _NUMBERS and key != "trace_level":
+            if key not in NUMBERS and key != "trace_level":
                 continue
             if not values:
                 own.pop(key, None)
@@ -262,7 +280,7 @@ class Traces:
                 own[key] = parse_setting(key, values)
         self._changes[model] = own
         server = _changed(self._start, self._changes.get("", {}))
-        if not server.file and own.get("trace_level"):
+        if not server.writes and own.get("trace_level"):
             _log.warning("no request is traced without --trace-config file=FILE", model=model)
         touched = [model] if model else ["", *(name for name in self._changes if name)]
         for name in touched:
@@ -286,7 +304,10 @@ class Traces:
             self._file = None
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, or sends the spans that are left."""
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = None
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -295,66 +316,3 @@ class Traces:
 def _changed(config: TraceConfig, changes: Mapping[str, Any]) -> TraceConfig:
     fields = {"trace_level": "levels", "trace_rate": "rate", "trace_count": "count", "log_frequency": "log_frequency"}
     return replace(config, **{fields[key]: value for key, value in changes.items()})
-
-
-def parse_setting(key: str, values: list[str]) -> int | tuple[str, ...]:
-    """The value of a setting.
-
-    Raises:
-        TritiumError: INVALID_ARGUMENT in Triton's words.
-    """
-    if key == "trace_level":
-        # Triton takes a level that it does not know as OFF.
-        levels = [LEVELS.get(value, OFF) for value in values]
-        return tuple(level for level in (TIMESTAMPS, TENSORS) if level in levels)
-    if len(values) != 1:
-        raise invalid(f"expect only 1 value for '{key}'", param=key)
-    least = _NUMBERS[key]
-    text = values[0][:100]
-    if not text.removeprefix("-").isdecimal() or not text.isascii():
-        raise invalid(f"Unable to parse '{key}', got: {text}", param=key)
-    if len(text) > 11 or not least <= int(text) <= _INT32_MAX:
-        raise invalid(
-            f"Unable to parse '{key}', value is out of range [ {least}, {_INT32_MAX} ], got: {text}", param=key
-        )
-    return int(text)
-
-
-class _File:
-    """A JSON array that grows at its end, and is whole after each growth."""
-
-    def __init__(self, path: str, log_frequency: int) -> None:
-        self._path = path
-        self.log_frequency = log_frequency
-        self._index = 0
-        self._in_file = 0
-        try:
-            self._open: BufferedWriter | None = self._begin(f"{path}.0" if log_frequency else path)
-        except OSError as error:
-            raise invalid(f"trace file '{path}' cannot be written: {error.strerror}", param="trace_config") from None
-
-    def _begin(self, path: str) -> BufferedWriter:
-        self._in_file = 0
-        # Only for its owner: traces may hold what users sent.
-        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
-        file.write(b"[]")
-        file.flush()
-        return file
-
-    def add(self, entries: list[dict[str, Any]]) -> None:
-        """Appends the entries of one trace."""
-        if self._open is None or (self.log_frequency and self._in_file >= self.log_frequency):
-            self.close()
-            self._index += 1
-            self._open = self._begin(f"{self._path}.{self._index}")
-        text = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
-        self._open.seek(-1, os.SEEK_END)
-        self._open.write((",\n" if self._in_file else "").encode() + text.encode() + b"]")
-        self._open.flush()
-        self._in_file += 1
-
-    def close(self) -> None:
-        """Closes the file that is open."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None

@@ -14,7 +14,7 @@ import numpy as np
 
 from tritium.backends.config import ANY, BatchInput, ModelConfig, TensorSpec
 from tritium.errors import Code, TritiumError
-from tritium.types import DType, InferRequest, InferResponse, Tensor
+from tritium.types import Copies, DType, InferRequest, InferResponse, Tensor
 
 
 def rows_of(config: ModelConfig, request: InferRequest) -> int:
@@ -61,7 +61,15 @@ def join(config: ModelConfig, requests: Sequence[InferRequest], rows: Sequence[i
             joined[name] = _joined(parts, (sum(part.size for part in parts),))
         else:
             joined[name] = _joined(parts, (sum(rows), *parts[0].shape[1:]))
-    return dataclasses.replace(first, id="", inputs=joined)
+        _count(requests, name)
+    return dataclasses.replace(first, id="", inputs=joined, copies=Copies.of_all(requests))
+
+
+def _count(requests: Sequence[InferRequest], name: str) -> None:
+    """An input was joined: each request's part of it was copied."""
+    for request in requests if len(requests) > 1 else ():
+        if request.copies is not None:
+            request.copies.add(request.inputs[name].data.nbytes)
 
 
 def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:

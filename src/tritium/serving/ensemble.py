@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
+from tritium.backends import is_text
 from tritium.backends.base import Backend, LoadContext, Timing
 from tritium.backends.config import Ensemble, ModelConfig
 from tritium.errors import Code, TritiumError
@@ -24,6 +25,9 @@ from tritium.serving.stats import ModelStats
 from tritium.types import InferRequest, InferResponse, RequestedOutput, Tensor
 
 _log = logs.get(__name__)
+
+# Answers that are under way behind a decoupled step or wait for the client; when there are more, the step waits too.
+MAX_UNREAD = 32
 
 Index = tuple[int, ...]
 Call = Callable[[InferRequest], AsyncIterator[InferResponse]]
@@ -57,6 +61,7 @@ class EnsembleRunner(Backend):
         """
         assert isinstance(config.batching, Ensemble)
         self._graph = build(config, config.batching, self._find)
+        self.answers_once = all(_once(node.config, self._find) for node in self._graph.nodes)
         self._limit = config.batching.max_inflight
         self._config = replace(config, decoupled=self._graph.decoupled)
         return self._config
@@ -116,6 +121,15 @@ class EnsembleRunner(Backend):
         return InferResponse("", "", "", outputs, parameters, final=final)
 
 
+def _once(config: ModelConfig, find: Callable[[str, int], ModelConfig]) -> bool:
+    """Whether a step has one answer to a request that asks for no stream."""
+    if not config.decoupled:
+        return True
+    if isinstance(config.batching, Ensemble):
+        return all(_once(find(step.model, step.version), find) for step in config.batching.steps)
+    return is_text(config.backend, config.platform)
+
+
 class _Gate:
     """Limits the requests of one step that run at a time, and tells who makes them to wait.
 
@@ -157,8 +171,21 @@ class _Run:
         self._started: set[tuple[Node, Index]] = set()
         self._active: dict[asyncio.Task[None], Index] = {}
         self._changed = asyncio.Event()
+        self._room = asyncio.Event()
         self._error: TritiumError | None = None
-        self._left: set[Index] = set()
+        self._answered = False
+        self._uses = self._single_uses()
+        self._left = dict[tuple[str, Index], int]()
+
+    def _single_uses(self) -> dict[str, int]:
+        """How often each index of a tensor is used; without the tensors that are used for many indices."""
+        found: dict[str, int] = {}
+        for name, depth in self._graph.depths.items():
+            readers = [node for node in self._graph.readers.get(name, ()) if node in self._nodes]
+            is_output = name in self._outputs
+            if all(node.depth == depth for node in readers) and (not is_output or self._depth == depth):
+                found[name] = len(set(readers)) + is_output
+        return found
 
     def begin(self) -> None:
         """Puts the inputs of the request into the graph."""
@@ -172,16 +199,24 @@ class _Run:
             TritiumError: what a step failed with, or INTERNAL when a step leaves out what an answer needs.
         """
         while True:
-            for index in self._complete():
-                self._left.add(index)
-                yield [tensor for name in self._outputs if (tensor := self._at(name, index)) is not None]
+            ready = self._complete()
+            for index in ready:
+                self._answered = True
+                outputs = [tensor for name in self._outputs if (tensor := self._at(name, index)) is not None]
+                for name in self._outputs:
+                    self._used(name, index)
+                self._room.set()
+                yield outputs
+            if ready:
+                # More may have come while the client read these.
+                continue
             if self._error is not None:
                 raise self._error
             if not self._active:
                 break
             self._changed.clear()
             await self._changed.wait()
-        if not self._left and not self._graph.decoupled:
+        if not self._answered and not self._graph.decoupled:
             raise TritiumError(
                 Code.INTERNAL,
                 f"in ensemble '{self._config.name}', unexpected deadlock, at least one output is not set while no "
@@ -200,7 +235,7 @@ class _Run:
         deepest = next(name for name in self._outputs if self._graph.depths[name] == self._depth)
         found: list[Index] = []
         for index in sorted(self._tensors[deepest]):
-            if index in self._left or not all(self._has(name, index) for name in self._outputs):
+            if not all(self._has(name, index) for name in self._outputs):
                 continue
             if any(other < index[: len(other)] for other in self._active.values()):
                 break
@@ -213,8 +248,21 @@ class _Run:
     def _at(self, name: str, index: Index) -> Tensor | None:
         return self._tensors[name].get(index[: self._graph.depths[name]])
 
+    def _used(self, name: str, index: Index) -> None:
+        """A use of a tensor is over; after the last one it goes, and with it the memory that it lies in."""
+        left = self._left.get((name, index))
+        if left == 1:
+            del self._left[name, index], self._tensors[name][index]
+        elif left is not None:
+            self._left[name, index] = left - 1
+
     def _publish(self, name: str, index: Index, tensor: Tensor | None) -> None:
         """A tensor has come (None: an optional one that the request lacks); starts the steps that waited for it."""
+        uses = self._uses.get(name)
+        if uses == 0:
+            return
+        if uses is not None:
+            self._left[name, index] = uses
         self._tensors[name][index] = tensor
         for node in self._graph.readers.get(name, ()):
             if node not in self._nodes:
@@ -239,6 +287,7 @@ class _Run:
         if not task.cancelled() and (error := task.exception()) is not None and self._error is None:
             self._error = self._inside(error)
         self._changed.set()
+        self._room.set()
 
     def _inside(self, error: BaseException) -> TritiumError:
         """An error of a step, as the client of the ensemble sees it."""
@@ -255,6 +304,7 @@ class _Run:
                 await self._answer(node, index)
         finally:
             gate.leave()
+            self._started.discard((node, index))
 
     async def _answer(self, node: Node, index: Index) -> None:
         """Runs a step once and publishes what it answers."""
@@ -274,11 +324,15 @@ class _Run:
                     if target is not None:
                         self._publish(target, at, Tensor(target, tensor.dtype, tensor.shape, tensor.data))
                 self._changed.set()
+                del answer
                 if node.config.decoupled:
                     await self._room_behind(node)
 
     async def _room_behind(self, node: Node) -> None:
-        """Waits until the steps that read of ``node`` can take more."""
+        """Waits until the steps that read of ``node``, and the client, can take more."""
+        while len(self._complete()) + sum(len(at) > node.depth for at in self._active.values()) >= MAX_UNREAD:
+            self._room.clear()
+            await self._room.wait()
         for tensor in node.step.outputs.values():
             for reader in self._graph.readers.get(tensor, ()):
                 if reader in self._gates:
@@ -290,6 +344,8 @@ class _Run:
             tensor = self._at(source, index)
             if tensor is not None:
                 inputs[name] = Tensor(name, tensor.dtype, tensor.shape, tensor.data)
+        for source in set(node.inputs.values()):
+            self._used(source, index)
         trace = self._request.trace
         return replace(
             self._request,

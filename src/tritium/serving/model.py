@@ -28,7 +28,7 @@ from tritium.serving.model_files import keep_labels
 from tritium.serving.request_checks import check_request
 from tritium.serving.stats import ModelStats
 from tritium.serving.tally import Tally
-from tritium.types import InferRequest, InferResponse
+from tritium.types import REPORT_COPIES, Copies, InferRequest, InferResponse
 
 _log = logs.get(__name__)
 
@@ -221,10 +221,9 @@ class Model:
         """Answers a request that wants exactly one answer.
 
         Raises:
-            TritiumError: UNIMPLEMENTED for a decoupled model that is no language model (those answer once when
-                no stream is asked for); whatever ``stream`` raises.
+            TritiumError: UNIMPLEMENTED for a decoupled model, unless it ``answers_once``; whatever ``stream`` raises.
         """
-        if self.config.decoupled and not isinstance(self._backend, TextBackend):
+        if not self.answers_once:
             raise TritiumError(
                 Code.UNIMPLEMENTED, "ModelInfer RPC doesn't support models with decoupled transaction policy"
             )
@@ -265,7 +264,7 @@ class Model:
         Raises:
             TritiumError: the request does not fit the configuration, or is not taken.
         """
-        if not self.direct or request.trace is not None:
+        if not self.direct or request.trace is not None or REPORT_COPIES in request.parameters:
             return None
         backend = self._backend
         assert isinstance(backend, Instances)
@@ -287,12 +286,17 @@ class Model:
             TritiumError: the request does not fit the configuration, or instead of the final answer.
         """
         rows = check_request(self.config, request)
+        report = request.parameters.get(REPORT_COPIES) is True
+        if report and request.copies is None:
+            request.copies = Copies()
         if request.trace is not None:
             request.trace.hold("TENSOR_QUEUE_INPUT", request.inputs.values())
         with self._run(rows, request.arrived_ns, request.trace) as (run, backend):
             async with closing(self._answers(backend, request, run.timing)) as answers:
                 async for answer in answers:
                     answer.model, answer.version, answer.id = self.name, self.version, request.id
+                    if report and request.copies is not None:
+                        answer.parameters = answer.parameters | request.copies.parameters()
                     run.answered(answer)
                     if answer.final:
                         run.succeed()
@@ -341,6 +345,11 @@ class Model:
         if self._backend is None:
             raise self._not_loaded()
         raise TritiumError(Code.INVALID_ARGUMENT, f"model '{self.name}' is not a language model", param="model")
+
+    @property
+    def answers_once(self) -> bool:
+        """Whether a request that asks for no stream has exactly one answer: so it is with language models."""
+        return not self.config.decoupled or (self._backend is not None and self._backend.answers_once)
 
     @property
     def is_text(self) -> bool:

@@ -8,16 +8,17 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tritium.backends import wire
 from tritium.errors import LOST, Code, TritiumError
 from tritium.ipc import start_child
 from tritium.ipc.pipe import AsyncPipe
 from tritium.observability import logs
+from tritium.observability.tracing import Trace
 from tritium.serving.execution import Execution, Reply, Times
 from tritium.serving.services import Client, Services
-from tritium.types import InferRequest
+from tritium.types import Copies, InferRequest, InferResponse
 
 MODULE = "tritium.backends.host"
 # What a model's ``finalize`` may take, in seconds.
@@ -25,6 +26,11 @@ STOP_S = 30.0
 _Expected = TypeVar("_Expected", wire.Described, wire.Loaded, wire.Stopped)
 
 _log = logs.get(__name__)
+
+
+class _Note(NamedTuple):
+    copies: Copies | None
+    trace: Trace | None
 
 
 class Process:
@@ -51,11 +57,14 @@ class Process:
         self._expected: asyncio.Future[wire.FromHost] | None = None
         self._probes: dict[int, asyncio.Future[bool]] = {}
         self._running: dict[int, Execution] = {}
+        # What is kept of the requests of a batch: not their tensors.
+        self._notes: dict[int, list[_Note]] = {}
         self._left: dict[int, int] = {}
         self._batches = 0
         # Those that have not returned from the model: the first one is inside, the others wait for it.
         self._inside: deque[Execution] = deque()
         self._stopping = False
+        self._unfollow: Callable[[], None] = lambda: None
 
     @property
     def busy(self) -> bool:
@@ -79,7 +88,13 @@ class Process:
         finally:
             theirs.close()
         self._pipe = AsyncPipe(ours, wire.FromHost, self._take, self._end)
-        self._client = Client(self._model, self._services, self._pipe)
+        self._client = Client(self._model, self._services, self._pipe, self._trace)
+        self._pipe.send(wire.Logging(logs.state()))
+        self._unfollow = logs.follow(self._log_like)
+
+    def _log_like(self, state: logs.LogState) -> None:
+        if self._pipe is not None:
+            self._pipe.send(wire.Logging(state))
 
     async def exchange(self, message: wire.ToHost, answer: type[_Expected]) -> _Expected:
         """Sends a message and waits for the answer to it.
@@ -110,6 +125,8 @@ class Process:
         self._running[batch] = execution
         self._left[batch] = len(requests)
         self._inside.append(execution)
+        if any(request.copies is not None or request.trace is not None for request in requests):
+            self._notes[batch] = [_Note(request.copies, request.trace) for request in requests]
         arena = self._pipe.arena
         self._pipe.send(wire.Execute(batch, [wire.pack_request(request, arena) for request in requests]))
         return execution
@@ -161,7 +178,10 @@ class Process:
                 replies.append(Reply(response.index, None, rescheduled=True))
                 left -= 1
             else:
-                replies.append(Reply(response.index, wire.unpack_response(response, arena), failed=response.failed))
+                unpacked = wire.unpack_response(response, arena)
+                if message.batch in self._notes:
+                    self._count(message.batch, unpacked, response.index)
+                replies.append(Reply(response.index, unpacked, failed=response.failed))
                 left -= response.final
         times = None if message.times is None else Times(*message.times)
         self._left[message.batch] = left
@@ -170,9 +190,22 @@ class Process:
             self._inside.popleft()
         if not left and (message.returned or execution.returned):
             del self._running[message.batch], self._left[message.batch]
+            self._notes.pop(message.batch, None)
         execution.put(replies, times, message.returned)
         if message.returned:
             self._on_idle()
+
+    def _count(self, batch: int, response: InferResponse, index: int) -> None:
+        """The process copied each output to where we read it."""
+        copies = self._notes[batch][index].copies
+        if copies is not None:
+            for tensor in response.outputs:
+                copies.add(tensor.data.nbytes)
+
+    def _trace(self, number: int) -> Trace | None:
+        """The trace of that number, if it is that of a request that runs here."""
+        found = (note.trace for notes in self._notes.values() for note in notes if note.trace is not None)
+        return next((trace for trace in found if trace.id == number), None)
 
     # -- end ------------------------------------------------------------------------------------------------
 
@@ -190,6 +223,7 @@ class Process:
         if self.ended:
             return
         self.ended = True
+        self._unfollow()
         if self._client is not None:
             self._client.close()
         error = self.gone()
@@ -202,6 +236,7 @@ class Process:
         running, self._running = list(self._running.values()), {}
         self._left.clear()
         self._inside.clear()
+        self._notes.clear()
         if not self._stopping:
             self._on_end(why)
         for execution in reversed(running):  # so that each is put back before those that came after it

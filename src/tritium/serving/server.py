@@ -238,6 +238,14 @@ class Server:
         """
         return self._model(name, version).config
 
+    def answers_once(self, name: str, version: str = "") -> bool:
+        """Whether a request that asks for no stream has exactly one answer.
+
+        Raises:
+            TritiumError: as ``infer`` does for the model.
+        """
+        return self._model(name, version).answers_once
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answers a request that wants exactly one answer.
 
@@ -293,16 +301,7 @@ class Server:
             TritiumError: as ``infer`` does for the model; INVALID_ARGUMENT when it is no language model.
         """
         model = self._model(name, version)
-        backend = model.text_backend()
-        return TextModel(
-            name=model.name,
-            version=model.version,
-            tokenizer=backend.tokenizer,
-            max_length=backend.max_length,
-            vocab_size=backend.vocab_size,
-            sampling_defaults=backend.sampling_defaults,
-            created_s=model.created_s,
-        )
+        return TextModel.of(model.name, model.version, model.text_backend(), model.created_s)
 
     def llm_names(self) -> list[str]:
         """Names of the language models that are served, in order; other names of one follow it."""

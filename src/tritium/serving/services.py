@@ -14,7 +14,8 @@ from tritium.ipc.pipe import AsyncPipe
 from tritium.observability import logs
 from tritium.observability.metrics import Metrics
 from tritium.observability.series import Family, Histogram, Value
-from tritium.types import InferResponse
+from tritium.observability.tracing import Trace
+from tritium.types import NO_TRACE, REPORT_COPIES, Copies, InferResponse
 
 _log = logs.get(__name__)
 
@@ -46,9 +47,17 @@ class Client:
     Args:
         model: for log lines.
         pipe: to the process.
+        trace: the trace of a request that runs in the process, by its number.
     """
 
-    def __init__(self, model: str, services: Services, pipe: AsyncPipe[wire.FromHost]) -> None:
+    def __init__(
+        self,
+        model: str,
+        services: Services,
+        pipe: AsyncPipe[wire.FromHost],
+        trace: Callable[[int], Trace | None] = lambda number: None,
+    ) -> None:
+        self._trace = trace
         self._model = model
         self._services = services
         self._pipe = pipe
@@ -101,8 +110,15 @@ class Client:
 
     async def _answers(self, message: wire.Call) -> AsyncGenerator[InferResponse]:
         request = wire.unpack_request(message.request, self._pipe.arena, time.monotonic_ns())
+        parent = self._trace(request.trace_ref.id) if request.trace_ref.id else None
+        if parent is not None:
+            request.trace = parent.child(request.model, "", request.id)
+        if request.parameters.get(REPORT_COPIES) is True:
+            request.copies = Copies()
+            for tensor in request.inputs.values():
+                request.copies.add(tensor.data.nbytes)
         # The caller's buffers go back when the request is gone, not when the message is.
-        message.request = wire.Request("", "", "", [], [], {}, 0, 0, 0, 0)
+        message.request = wire.Request("", "", "", [], [], {}, 0, 0, 0, 0, NO_TRACE)
         answers = self._services.call(request)
         try:
             async for answer in answers:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tritium.backends.base import TextBackend
 from tritium.backends.config import ANY, ModelConfig, TensorSpec
 from tritium.llm.types import EngineInfo, EngineStats
 
@@ -103,6 +104,12 @@ class TextModel:
     vocab_size: int
     sampling_defaults: Mapping[str, object]
     created_s: int
+
+    @classmethod
+    def of(cls, name: str, version: str, backend: TextBackend, created_s: int) -> TextModel:
+        """What a loaded backend says."""
+        made = (backend.tokenizer, backend.max_length, backend.vocab_size, backend.sampling_defaults)
+        return cls(name, version, *made, created_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,8 @@ class ServerSettings:
         metrics_interval_ms: how old levels of machine and cache on the metrics page may be, in milliseconds.
         allow_cpu_metrics: show use of processors and memory.
         trace_config: ``KEY=VALUE`` with level (OFF, TIMESTAMPS, TENSORS), rate, count, mode, or
-            ``triton,file=FILE`` and ``triton,log-frequency=N``; may be repeated.
+            ``triton,file=FILE`` and ``triton,log-frequency=N``; or mode=opentelemetry with
+            ``opentelemetry,url=URL``, ``opentelemetry,resource=KEY=VALUE``; may be repeated.
         cache_config: ``local,size=BYTES`` keeps answers of models that want it, ``redis,host=HOST,port=PORT`` does
             so in a Redis (also user, password, db, connect_timeout, socket_timeout, wait_timeout in ms, pool_size,
             keep_alive, tls_enabled, cert, key, cacert, cacert_dir); may be repeated.

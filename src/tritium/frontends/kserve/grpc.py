@@ -219,7 +219,7 @@ class KserveGrpc:
             asked = pb_codec.read(parsed, arrived_ns, self._shared.regions)
             del message, parsed
             asked.request.parameters |= self._forwarded(context)
-            with accompany(self._server, asked.request) as trace:
+            with accompany(self._server, asked.request, context.invocation_metadata() or ()) as trace:
                 response = await self._server.infer(asked.request)
                 if response.error is not None:
                     raise response.error
@@ -235,7 +235,7 @@ class KserveGrpc:
         """The configuration of a model that may be asked for exactly one answer."""
         config = self._server.model_config(name, version)
         # A language model answers once where no stream is asked for, whatever its file says.
-        if config.decoupled and name not in self._server.llm_names():
+        if config.decoupled and not self._server.answers_once(name, version):
             raise TritiumError(
                 Code.UNIMPLEMENTED, "ModelInfer RPC doesn't support models with decoupled transaction policy"
             )
@@ -255,6 +255,7 @@ class KserveGrpc:
             max_in_flight_bytes=self._max_in_flight_bytes,
             regions=self._shared.regions,
             parameters=self._forwarded(context),
+            metadata=metadata,
         )
         try:
             async with aclosing(stream.answers(messages)) as answers:

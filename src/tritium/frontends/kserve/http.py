@@ -181,7 +181,9 @@ class KserveHttp:
         """Gives a request the headers that are forwarded and, if it is one of those, its trace until it is answered."""
         if self._shared.http_headers is not None:
             request.parameters |= forwarded(self._shared.http_headers, call.spelled_headers())
-        trace = request.trace = self._server.traces.begin(request.model, request.version, request.id)
+        traces = self._server.traces
+        headers = _context(call) if traces.joins else None
+        trace = request.trace = traces.begin(request.model, request.version, request.id, headers, request.arrived_ns)
         if trace is None:
             yield None
             return
@@ -197,7 +199,7 @@ class KserveHttp:
         """The configuration of a model that may be asked for exactly one answer."""
         config = self._server.model_config(call.name, call.version)
         # A language model answers once where no stream is asked for, whatever its file says.
-        if config.decoupled and config.name not in self._server.llm_names():
+        if config.decoupled and not self._server.answers_once(call.name, call.version):
             raise TritiumError(
                 Code.UNIMPLEMENTED, "HTTP end point doesn't support models with decoupled transaction policy"
             )
@@ -264,6 +266,12 @@ class KserveHttp:
                 await call.send({"type": "http.response.body", "body": body, "more_body": True})
         except TimeoutError:
             raise ClientLeft(f"the client read nothing for {self._write_timeout_s:g} s") from None
+
+
+def _context(call: Call) -> dict[str, str]:
+    """The headers of W3C Trace Context that a call has."""
+    found = {name: call.header(name.encode()) for name in ("traceparent", "tracestate")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 async def _send_infer(call: Call, parts: list[bytes | memoryview], head_size: int) -> None:

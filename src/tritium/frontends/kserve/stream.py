@@ -8,7 +8,7 @@ stops being read itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Mapping
 from contextlib import aclosing, contextmanager
 from time import monotonic_ns
 from typing import TYPE_CHECKING
@@ -31,9 +31,16 @@ _MAX_UNREAD = 32
 
 
 @contextmanager
-def accompany(server: Server, request: InferRequest) -> Generator[Trace | None]:
-    """Gives a request its trace, if it is one of those, until it is answered."""
-    trace = request.trace = server.traces.begin(request.model, request.version, request.id)
+def accompany(
+    server: Server, request: InferRequest, metadata: Iterable[tuple[str, str | bytes]] = ()
+) -> Generator[Trace | None]:
+    """Gives a request its trace, if it is one of those, until it is answered.
+
+    Args:
+        metadata: of the call, which may make the trace part of the client's.
+    """
+    headers = {k: v for k, v in metadata if isinstance(v, str)} if server.traces.joins else None
+    trace = request.trace = server.traces.begin(request.model, request.version, request.id, headers, request.arrived_ns)
     if trace is None:
         yield None
         return
@@ -85,6 +92,7 @@ class InferStream:
         max_in_flight_bytes: what their messages may have in all; one that is larger runs alone.
         regions: the shared memory that requests may name.
         parameters: what is added to those of every request.
+        metadata: of the call.
     """
 
     def __init__(
@@ -96,8 +104,10 @@ class InferStream:
         max_in_flight_bytes: int,
         regions: Regions,
         parameters: Mapping[str, Parameter],
+        metadata: Iterable[tuple[str, str | bytes]] = (),
     ) -> None:
         self._server = server
+        self._metadata = metadata
         self._regions = regions
         self._parameters = parameters
         self._strict = strict
@@ -173,7 +183,7 @@ class InferStream:
         asked.request.parameters |= self._parameters
         if config.decoupled:
             turn.leave()
-        with accompany(self._server, asked.request):
+        with accompany(self._server, asked.request, self._metadata):
             await self._answer_each(asked, config, turn)
 
     async def _answer_each(self, asked: pb_codec.GrpcInfer, config: ModelConfig, turn: _Turn) -> None:
