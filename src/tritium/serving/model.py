@@ -171,12 +171,13 @@ class Model:
 
     async def _load_backend(self) -> Backend:
         backend = make_backend(self.context, self._surroundings, self.stats)
-        fields = without_effect(self.config.source)
+        honoured = backend.honours if isinstance(backend, Instances) else ()
+        fields = without_effect(self.config.source, honoured)
         if fields:
             _log.warning("fields of the configuration have no effect here", model=self.name, fields=", ".join(fields))
         try:
             config = await backend.complete(self.config)
-            check_config(config)
+            check_config(config, complete=True)
             await backend.load()
             if not isinstance(backend, Instances):
                 await warmup.through(backend, config, self.version, self.context.model_folder)
