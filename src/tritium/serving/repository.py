@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tritium.backends import detect
+from tritium.backends import detect, name_of
 from tritium.backends.base import LoadContext
 from tritium.backends.config import All, Latest, ModelConfig, Specific
 from tritium.errors import Code, TritiumError, invalid
@@ -157,7 +157,7 @@ class Repository:
             auto_complete=self.auto_complete,
             backend_config={
                 **self.backend_settings.get("", {}),
-                **self.backend_settings.get(config.backend or config.platform, {}),
+                **self.backend_settings.get(name_of(config.backend, config.platform), {}),
             },
         )
 
