@@ -207,7 +207,8 @@ async def test_switches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
         for _ in range(3):
             assert np.array_equal((await infer(server, "m", a=A, b=B))["OUTPUT__0"], A + B)
     (line,) = [r.getMessage() for r in caplog.records if "without meaning" in r.getMessage()]
-    assert line.endswith("backend 'pytorch': parameters.ENABLE_WEIGHT_SHARING")
+    named = ("DISABLE_CUDNN", "ENABLE_CACHE_CLEANING", "ENABLE_WEIGHT_SHARING")
+    assert line.endswith("backend 'pytorch': " + ", ".join(f"parameters.{key}" for key in named))
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ class Options:
         raise self.wrong(key, value, "one of " + ", ".join(choices))
 
     def unused(self, key: str) -> None:
-        """A parameter that has no meaning here, so that it is named at load like an unknown one."""
+        """A parameter or field that has no meaning here after all: it is named at load like an unknown one."""
         self._read.discard(key)
 
     def wrong(self, key: str, value: str, expected: str) -> TritiumError:

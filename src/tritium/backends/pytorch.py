@@ -17,6 +17,14 @@ from tritium.backends.signature import Declared, ModelTensor, Signature, declare
 from tritium.errors import Code, TritiumError, invalid
 from tritium.types import DType, Tensor
 
+# What has a meaning for TorchScript, but not for exported programs.
+SCRIPT_ONLY = (
+    "DISABLE_OPTIMIZED_EXECUTION",
+    "ENABLE_JIT_EXECUTOR",
+    "ENABLE_JIT_PROFILING",
+    "ENABLE_TENSOR_FUSER",
+    "optimization.graph",
+)
 Found = Any  # a torch.Tensor or a list of str
 
 
@@ -54,6 +62,8 @@ class PyTorchBackend(RuntimeBackend):
                 if self._device not in (None, "cpu"):
                     program = torch.export.passes.move_to_device_pass(program, self._device)
                 self._run, self._call = program.module(), describe_program(program, self.options.model)
+                for key in SCRIPT_ONLY:
+                    self.options.unused(key)
             else:
                 module = torch.jit.load(str(path), map_location=self._device)
                 self._call = describe_script(module, self.options.model)
@@ -86,7 +96,7 @@ class PyTorchBackend(RuntimeBackend):
         """The parameters that torch has switches for; the process has no other model in it."""
         wishes, torch = self.options, self._torch
         self._inference_mode = bool(wishes.flag("INFERENCE_MODE", True))
-        self._clean_cache = bool(wishes.flag("ENABLE_CACHE_CLEANING")) and self._device not in (None, "cpu")
+        self._clean_cache = bool(wishes.flag("ENABLE_CACHE_CLEANING"))
         threads = wishes.number("INTRA_OP_THREAD_COUNT")
         if threads:
             torch.set_num_threads(threads)
@@ -95,7 +105,12 @@ class PyTorchBackend(RuntimeBackend):
             torch.set_num_interop_threads(threads)
         if wishes.flag("DISABLE_CUDNN"):
             torch.backends.cudnn.enabled = False
-        if wishes.flag("DISABLE_OPTIMIZED_EXECUTION") or wishes.graph_level() < 0:
+        if self._device == "cpu":
+            self._clean_cache = False
+            wishes.unused("ENABLE_CACHE_CLEANING")
+            wishes.unused("DISABLE_CUDNN")
+        plain = wishes.flag("DISABLE_OPTIMIZED_EXECUTION")
+        if plain or wishes.graph_level() < 0:
             torch._C._set_graph_executor_optimize(False)
         for key, switch in (
             ("ENABLE_JIT_EXECUTOR", torch._C._jit_set_profiling_executor),

@@ -91,7 +91,7 @@ class TensorFlowBackend(RuntimeBackend):
         wishes, tf = self.options, self._tensorflow
         if self.context.kind == "cpu":
             tf.config.set_visible_devices([], "GPU")
-        else:
+        elif self.context.kind == "gpu":
             self._choose_gpu()
         for key, switch in (
             ("TF_NUM_INTRA_THREADS", tf.config.threading.set_intra_op_parallelism_threads),
@@ -103,7 +103,7 @@ class TensorFlowBackend(RuntimeBackend):
         level = wishes.graph_level()
         if level:
             tf.config.optimizer.set_jit("autoclustering" if level > 0 else False)
-        if self.context.kind == "cpu":
+        if self.context.kind != "gpu":
             return
         for one in wishes.accelerators("gpu"):
             if one.name != "auto_mixed_precision":
