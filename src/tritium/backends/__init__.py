@@ -83,12 +83,6 @@ def find(backend: str, platform: str, model: str) -> type[Backend]:
     """
     name = name_of(backend, platform)
     target = BACKENDS.get(name) if backend or platform in PLATFORMS else None
-    if PLATFORMS.get(platform, name) != name and name != "tritium":
-        raise invalid(
-            f"model '{model}' has backend '{backend}' and platform '{platform}', expected one of the two, or both for "
-            "the same backend",
-            param="platform",
-        )
     if target is None:
         if platform in RETIRED:
             raise invalid(
@@ -100,6 +94,12 @@ def find(backend: str, platform: str, model: str) -> type[Backend]:
             f"unable to find backend library for backend '{backend or platform}', "
             "try specifying runtime on the model configuration.",
             param="backend" if backend else "platform",
+        )
+    if platform in PLATFORMS and BACKENDS[PLATFORMS[platform]] != target:
+        raise invalid(
+            f"model '{model}' has backend '{backend}' and platform '{platform}', expected one of the two, or both for "
+            "the same backend",
+            param="platform",
         )
     module, _, attribute = target.partition(":")
     try:
