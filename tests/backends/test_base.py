@@ -126,7 +126,8 @@ async def test_closing_closes_what_is_watched():
 
 def test_the_aliases_of_the_language_models():
     assert {BACKENDS[name] for name in ("tritium", "tensorrtllm", "vllm")} == {"tritium.backends.llm:LlmBackend"}
-    assert PLATFORMS == {"tensorrt_llm": "tensorrtllm"}
+    assert PLATFORMS["tensorrt_llm"] == "tensorrtllm"
+    assert set(PLATFORMS.values()) <= set(BACKENDS)
 
 
 def test_backends_are_found_by_name(monkeypatch: pytest.MonkeyPatch):

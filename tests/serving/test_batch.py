@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.serving.executors import config_of, request
 from tritium.errors import Code, TritiumError
 from tritium.serving import batch
-from tritium.types import InferRequest, InferResponse, Tensor
+from tritium.types import InferRequest, InferResponse, RequestedOutput, Tensor
 
 PLAIN = """
 backend: "x" max_batch_size: 8
@@ -56,6 +56,22 @@ def test_join_and_split_are_inverse(rows: list[int], width: int):
 def test_a_single_request_is_not_copied():
     one = request(3)
     assert batch.join(config_of(PLAIN), [one], [3]) is one
+
+
+def test_each_request_gets_the_outputs_that_it_asked_for():
+    config = config_of(PLAIN)
+    asked = [request(1), request(1, outputs=[RequestedOutput("OUT")]), request(1, outputs=[RequestedOutput("B")])]
+    assert batch.join(config, asked, [1, 1, 1]).outputs == []
+    assert [output.name for output in batch.join(config, asked[1:], [1, 1]).outputs] == ["OUT", "B"]
+    answer = InferResponse("", "", "", [Tensor.from_numpy(name, np.zeros((3, 1))) for name in ("OUT", "B")])
+    found = batch.split(config, answer, asked, [1, 1, 1])
+    assert [[tensor.name for tensor in one.outputs] for one in found] == [["OUT", "B"], ["OUT"], ["B"]]
+
+
+def test_an_answer_without_a_batch_dimension_stays_whole():
+    config = config_of(PLAIN.replace("max_batch_size: 8", "max_batch_size: 0"))
+    answer = InferResponse("", "", "", [Tensor.from_numpy("OUT", np.zeros((5, 2)))])
+    assert batch.split(config, answer, [request(2)], [1]) == [answer]
 
 
 def test_ragged_inputs_lie_flat_and_outputs_are_scattered():

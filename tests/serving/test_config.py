@@ -20,7 +20,7 @@ from tritium.serving.config import (
     read_limited,
     render,
 )
-from tritium.serving.config_checks import without_effect
+from tritium.serving.config_checks import check_config, without_effect
 from tritium.types import DType
 
 CONFORMANCE = Path(__file__).parent.parent / "conformance"
@@ -222,15 +222,16 @@ def test_fields_that_say_nothing_are_fine():
 
 def test_fields_without_effect_are_named():
     source = parse_text(
-        b'optimization { eager_batching: true } runtime: "x" default_model_filename: "y"'
+        b'optimization { eager_batching: true graph { level: 1 } } runtime: "x" default_model_filename: "y"'
         b'cc_model_filenames { key: "a" value: "b" }'
         b'instance_group { profile: "p" host_policy: "h" } input { format: FORMAT_NHWC }',
         "c",
     )
     assert without_effect(source) == [
-        *("optimization", "input.format", "runtime", "default_model_filename", "cc_model_filenames"),
-        *("instance_group.profile", "instance_group.host_policy"),
+        *("optimization.graph", "optimization.eager_batching", "input.format", "runtime", "default_model_filename"),
+        *("cc_model_filenames", "instance_group.profile", "instance_group.host_policy"),
     ]
+    assert "optimization.graph" not in without_effect(source, {"optimization.graph"})
     assert without_effect(empty()) == []
     assert without_effect(made("").source) == []
 
@@ -321,3 +322,13 @@ def test_no_text_does_harm(content: bytes):
         assert again == config
         assert again.source == config.source
         json.dumps(config.to_json())
+
+
+def test_a_batch_size_that_is_still_to_come_limits_nothing():
+    text = "dynamic_batching { preferred_batch_size: 4 }"
+    open_yet = made(text)
+    with pytest.raises(TritiumError, match="preferred_batch_size has 4"):
+        check_config(open_yet, complete=True)
+    tensors = "".join(f'{kind} {{ name: "T" data_type: TYPE_FP32 dims: 1 }} ' for kind in ("input", "output"))
+    with pytest.raises(TritiumError, match="preferred_batch_size has 4"):
+        made(text + tensors)

@@ -17,10 +17,25 @@ BACKENDS: dict[str, str] = {
     "tensorrtllm": LLM,
     "vllm": LLM,
     "python": "tritium.backends.python:PythonBackend",
+    "onnxruntime": "tritium.backends.onnxruntime:OnnxRuntimeBackend",
+    "openvino": "tritium.backends.openvino:OpenVinoBackend",
+    "pytorch": "tritium.backends.pytorch:PyTorchBackend",
+    "tensorflow": "tritium.backends.tensorflow:TensorFlowBackend",
+    "tensorrt": "tritium.backends.tensorrt:TensorRtBackend",
 }
 # ``platform`` is the older field; it counts when ``backend`` is empty.
 PLATFORMS: dict[str, str] = {
     "tensorrt_llm": "tensorrtllm",
+    "onnxruntime_onnx": "onnxruntime",
+    "pytorch_libtorch": "pytorch",
+    "tensorflow_savedmodel": "tensorflow",
+    "tensorrt_plan": "tensorrt",
+}
+# What was once served and is not here, with what to do instead.
+RETIRED: dict[str, str] = {
+    "tensorflow_graphdef": "a GraphDef says nothing of its inputs: save the model as a SavedModel (model.savedmodel) "
+    "and set platform to 'tensorflow_savedmodel'",
+    "torch_aoti": "save the model with torch.export.save (model.pt2) and set backend to 'pytorch'",
 }
 # What lies in a version folder says which backend a model without a configuration needs; the first hit counts.
 MARKS: tuple[tuple[str, str], ...] = (
@@ -30,6 +45,12 @@ MARKS: tuple[tuple[str, str], ...] = (
     ("*.safetensors", "tritium"),
     ("*.safetensors.index.json", "tritium"),
     ("pytorch_model*.bin", "tritium"),
+    ("model.savedmodel", "tensorflow"),
+    ("model.plan", "tensorrt"),
+    ("model.onnx", "onnxruntime"),
+    ("model.xml", "openvino"),
+    ("model.pt", "pytorch"),
+    ("model.pt2", "pytorch"),
 )
 
 
@@ -65,15 +86,24 @@ def is_text(backend: str, platform: str) -> bool:
     return BACKENDS.get(backend or PLATFORMS.get(platform, "")) == LLM
 
 
+def name_of(backend: str, platform: str) -> str:
+    """The name of the backend that the two fields mean; as it stands there when there is none of that name."""
+    return backend or PLATFORMS.get(platform, platform)
+
+
 def find(backend: str, platform: str, model: str) -> type[Backend]:
     """The class for the ``backend`` and ``platform`` of a configuration; imports it.
 
     Raises:
         TritiumError: INVALID_ARGUMENT when neither names a backend that there is.
     """
-    name = backend or PLATFORMS.get(platform, "")
-    target = BACKENDS.get(name)
+    name = name_of(backend, platform)
+    target = BACKENDS.get(name) if backend or platform in PLATFORMS else None
     if target is None:
+        if platform in RETIRED:
+            raise invalid(
+                f"platform '{platform}' of model '{model}' is not served: {RETIRED[platform]}", param="platform"
+            )
         if not backend and not platform:
             raise invalid(f"must specify 'backend' or 'platform' for '{model}', none was given and no file tells it")
         raise invalid(
@@ -81,6 +111,12 @@ def find(backend: str, platform: str, model: str) -> type[Backend]:
             # Triton's sentence; that it is not alone helps who mistyped a name.
             f"try specifying runtime on the model configuration. Backends here: {', '.join(BACKENDS)}",
             param="backend" if backend else "platform",
+        )
+    if platform in PLATFORMS and BACKENDS[PLATFORMS[platform]] != target:
+        raise invalid(
+            f"model '{model}' has backend '{backend}' and platform '{platform}', expected one of the two, or both for "
+            "the same backend",
+            param="platform",
         )
     module, _, attribute = target.partition(":")
     try:

@@ -254,6 +254,9 @@ class InstanceContext:
     auto_complete: bool = True
 
 
+Placement = Literal["process", "thread"]
+
+
 class Send(Protocol):
     """The way back for the requests of one batch; may be called from any thread, also after ``execute``."""
 
@@ -280,15 +283,30 @@ class InstanceBackend(ABC):
     Attributes:
         joined: ``execute`` gets one request with the tensors of the whole batch, joined along the first dimension
             by the server, in place of a list of requests.
+        placements: where a copy may run; the first is where it does unless asked otherwise.
+        honours: fields of the configuration that have a meaning for this backend and not for all.
     """
 
     joined: ClassVar[bool] = False
+    placements: ClassVar[tuple[Placement, ...]] = ("process",)
+    honours: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, context: InstanceContext) -> None:
         self.context = context
 
+    @classmethod
+    def uses_gpu(cls) -> bool:
+        """Whether a group that leaves the device open shall run on the GPUs, where there are some.
+
+        Asked in the server's own process: it may look at what is installed but import none of it.
+        """
+        return False
+
     def connect(self, server: object) -> None:  # noqa: B027
-        """Told once, before ``complete``, of the way to the server (``backends.host.Host``); most need none."""
+        """Told once, before ``complete``, of the way to the server: ``backends.host.Host`` in a host process.
+
+        Wherever the copy runs, the object has ``log(level, message)``.
+        """
 
     def complete(self, config: dict[str, Any]) -> dict[str, Any]:
         """Fills in what the file leaves open.

@@ -165,7 +165,7 @@ class Host:
         assert isinstance(setup, wire.Setup)
         backend: InstanceBackend | None = None
         try:
-            backend = _make(setup, self)
+            backend = make(setup, self)
             config = backend.complete(json.loads(setup.config)) if setup.complete else json.loads(setup.config)
             self.pipe.send(wire.Described(json.dumps(config)))
             load = self.next()
@@ -264,7 +264,15 @@ def _failure(error: TritiumError) -> InferResponse:
     return InferResponse("", "", "", error=error)
 
 
-def _make(setup: wire.Setup, host: Host) -> InstanceBackend:
+def make(setup: wire.Setup, server: object) -> InstanceBackend:
+    """The backend of an instance.
+
+    Args:
+        server: what it may say to the server (``InstanceBackend.connect``).
+
+    Raises:
+        TritiumError: UNAVAILABLE when its module cannot be imported.
+    """
     context = InstanceContext(
         setup.model,
         setup.version,
@@ -281,7 +289,7 @@ def _make(setup: wire.Setup, host: Host) -> InstanceBackend:
         made: InstanceBackend = getattr(import_module(module), name)(context)
     except ImportError as error:
         raise TritiumError(Code.UNAVAILABLE, f"backend '{setup.backend}' cannot be used here: {error}") from error
-    made.connect(host)
+    made.connect(server)
     return made
 
 

@@ -30,6 +30,8 @@ _RESCHEDULE = 2
 class PythonBackend(InstanceBackend):
     """One instance of a Python model."""
 
+    honours = frozenset({"default_model_filename"})
+
     def __init__(self, context: InstanceContext) -> None:
         super().__init__(context)
         self._host: Host | None = None

@@ -14,7 +14,7 @@ from dataclasses import replace
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from tritium.errors import Code, TritiumError, invalid
+from tritium.errors import Code, TritiumError, invalid, pip_install
 from tritium.observability import logs
 from tritium.observability.trace_config import (
     NUMBERS,
@@ -136,7 +136,7 @@ def make_exporter(url: str, resource: Mapping[str, str], batching: Mapping[str, 
         raise TritiumError(
             Code.UNAVAILABLE,
             f"--trace-config mode=opentelemetry needs the OpenTelemetry SDK ({error}); get it with: "
-            "pip install 'tritium[opentelemetry]'",
+            f"{pip_install('tritium[opentelemetry]')}",
             param="trace_config",
         ) from None
     try:

@@ -14,7 +14,7 @@ import numpy as np
 
 from tritium.backends.config import ANY, BatchInput, ModelConfig, TensorSpec
 from tritium.errors import Code, TritiumError
-from tritium.types import Copies, DType, InferRequest, InferResponse, Tensor
+from tritium.types import Copies, DType, InferRequest, InferResponse, RequestedOutput, Tensor
 
 
 def rows_of(config: ModelConfig, request: InferRequest) -> int:
@@ -62,7 +62,7 @@ def join(config: ModelConfig, requests: Sequence[InferRequest], rows: Sequence[i
         else:
             joined[name] = _joined(parts, (sum(rows), *parts[0].shape[1:]))
         _count(requests, name)
-    return dataclasses.replace(first, id="", inputs=joined, copies=Copies.of_all(requests))
+    return dataclasses.replace(first, id="", inputs=joined, outputs=_wanted(requests), copies=Copies.of_all(requests))
 
 
 def _count(requests: Sequence[InferRequest], name: str) -> None:
@@ -70,6 +70,13 @@ def _count(requests: Sequence[InferRequest], name: str) -> None:
     for request in requests if len(requests) > 1 else ():
         if request.copies is not None:
             request.copies.add(request.inputs[name].data.nbytes)
+
+
+def _wanted(requests: Sequence[InferRequest]) -> list[RequestedOutput]:
+    """The outputs that one of the requests asks for; none, which means all, when one asks for all."""
+    if not all(request.outputs for request in requests):
+        return []
+    return list({output.name: output for request in requests for output in request.outputs}.values())
 
 
 def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -80,13 +87,17 @@ def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
 def split(
     config: ModelConfig, response: InferResponse, requests: Sequence[InferRequest], rows: Sequence[int]
 ) -> list[InferResponse]:
-    """The answer to each request of a joined one; an error is the answer to all.
+    """The answer to each request of a joined one, with the outputs that it asked for; an error is the answer to all.
+
+    A model without a batch dimension runs one request at a time, and its answer stays whole.
 
     Raises:
         TritiumError: INTERNAL when an output does not have the rows of the batch.
     """
     if response.error is not None or response.empty:
         return [dataclasses.replace(response) for _ in requests]
+    if config.max_batch_size < 1 and len(requests) == 1:
+        return [response]
     sources = {one.target: one.source for one in config.batch_outputs}
     outputs: list[list[Tensor]] = [[] for _ in requests]
     for tensor in response.outputs:
@@ -95,8 +106,9 @@ def split(
             parts = _split_rows(config.name, tensor, rows)
         else:
             parts = _scatter(config.name, tensor, [request.inputs[source].shape for request in requests])
-        for mine, part in zip(outputs, parts, strict=True):
-            mine.append(part)
+        for request, mine, part in zip(requests, outputs, parts, strict=True):
+            if not request.outputs or any(output.name == tensor.name for output in request.outputs):
+                mine.append(part)
     return [dataclasses.replace(response, outputs=mine, parameters=dict(response.parameters)) for mine in outputs]
 
 

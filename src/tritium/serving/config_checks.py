@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import prod
 from typing import Any, Literal
 
@@ -18,6 +18,9 @@ from tritium.backends.config import (
     TensorSpec,
 )
 from tritium.errors import Code, TritiumError, invalid
+
+# Stands for a largest batch that is not known yet.
+_UNKNOWN = 1 << 31
 
 Device = Literal["auto", "cpu", "gpu", "model"]
 DEVICE_KINDS: dict[Device, str] = {
@@ -41,8 +44,13 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 }
 # Fields that tune how a backend of Triton works and have no counterpart; they are kept, shown and have no effect.
 _WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
-    # The two that every rendered configuration has say nothing.
-    "optimization": lambda c: any(not f.name.endswith("_pinned_memory") for f, _ in c.optimization.ListFields()),
+    # The two for pinned memory, which every rendered configuration has, say nothing.
+    "optimization.graph": lambda c: c.optimization.HasField("graph"),
+    "optimization.priority": lambda c: c.optimization.priority != 0,
+    "optimization.cuda": lambda c: c.optimization.HasField("cuda"),
+    "optimization.execution_accelerators": lambda c: c.optimization.HasField("execution_accelerators"),
+    "optimization.gather_kernel_buffer_threshold": lambda c: c.optimization.gather_kernel_buffer_threshold != 0,
+    "optimization.eager_batching": lambda c: c.optimization.eager_batching,
     "input.format": lambda c: any(t.format for t in c.input),
     "runtime": lambda c: bool(c.runtime),
     "default_model_filename": lambda c: bool(c.default_model_filename),
@@ -63,13 +71,21 @@ def refuse_unsupported(source: Any) -> None:
         raise TritiumError(Code.UNIMPLEMENTED, f"{', '.join(found)}: not supported yet", param=found[0])
 
 
-def without_effect(source: Any) -> list[str]:
-    """Names of the fields that the message sets and that have no effect here, for a notice."""
-    return [name for name, is_set in _WITHOUT_EFFECT.items() if is_set(source)]
+def without_effect(source: Any, honoured: Collection[str] = ()) -> list[str]:
+    """Names of the fields that the message sets and that have no effect here, for a notice.
+
+    Args:
+        honoured: those that the model's backend knows what to do with.
+    """
+    return [name for name, is_set in _WITHOUT_EFFECT.items() if name not in honoured and is_set(source)]
 
 
-def check_config(config: ModelConfig) -> None:
+def check_config(config: ModelConfig, *, complete: bool = False) -> None:
     """Checks what the message's types leave open.
+
+    Args:
+        complete: the backend has added what it knows. Before that, a configuration without inputs or outputs may get a
+            batch size with them, and sizes of batches are not held against the 0 that stands there.
 
     Raises:
         TritiumError: INVALID_ARGUMENT naming field, value and what was expected.
@@ -83,8 +99,11 @@ def check_config(config: ModelConfig) -> None:
             _check_tensor(kind, index, spec)
     for group in config.instances:
         _check_instance(group)
-    _check_batching(config)
-    _check_made_tensors(config)
+    most = config.max_batch_size
+    if most == 0 and not complete and not (config.inputs and config.outputs):
+        most = _UNKNOWN
+    _check_batching(config, most)
+    _check_made_tensors(config, most)
     if config.response_cache and config.decoupled:
         raise invalid(
             f"response_cache.enable is true for '{config.name}', expected false with a decoupled transaction policy",
@@ -97,7 +116,7 @@ def check_config(config: ModelConfig) -> None:
         )
 
 
-def _check_batching(config: ModelConfig) -> None:
+def _check_batching(config: ModelConfig, most: int) -> None:
     ensemble = isinstance(config.batching, Ensemble)
     if ensemble != (config.platform == "ensemble"):
         raise invalid(
@@ -107,10 +126,10 @@ def _check_batching(config: ModelConfig) -> None:
         )
     match config.batching:
         case DynamicBatching() as dynamic:
-            _check_preferred("dynamic_batching", dynamic.preferred, config.max_batch_size)
+            _check_preferred("dynamic_batching", dynamic.preferred, most)
             _check_levels(dynamic)
         case SequenceBatching() as sequence:
-            _check_sequence(config, sequence)
+            _check_sequence(sequence, most)
         case Ensemble() as found:
             _check_steps(config.name, found)
         case None:
@@ -156,7 +175,7 @@ def _check_levels(batching: DynamicBatching) -> None:
         )
 
 
-def _check_sequence(config: ModelConfig, batching: SequenceBatching) -> None:
+def _check_sequence(batching: SequenceBatching, most: int) -> None:
     strategy = batching.strategy
     if isinstance(strategy, Direct):
         if not 0 <= strategy.min_utilization <= 1:
@@ -166,7 +185,7 @@ def _check_sequence(config: ModelConfig, batching: SequenceBatching) -> None:
                 param="minimum_slot_utilization",
             )
     else:
-        _check_preferred("sequence_batching.oldest", strategy.preferred, config.max_batch_size)
+        _check_preferred("sequence_batching.oldest", strategy.preferred, most)
         if strategy.candidates < 1:
             raise invalid(
                 f"sequence_batching.oldest.max_candidate_sequences is {strategy.candidates}, expected at least 1",
@@ -204,7 +223,7 @@ def _check_steps(name: str, ensemble: Ensemble) -> None:
                 raise invalid(f"must specify '{field}' in step {index} of ensemble '{name}'", param="step")
 
 
-def _check_made_tensors(config: ModelConfig) -> None:
+def _check_made_tensors(config: ModelConfig, most: int) -> None:
     """Inputs and outputs that the server makes, cuts or fills: each must go with declared ones."""
     for kind, target, source in (
         *(("batch_input", one.target, one.source) for one in config.batch_inputs),
@@ -217,7 +236,7 @@ def _check_made_tensors(config: ModelConfig) -> None:
         if kind == "batch_output" and config.output(target) is None:
             raise invalid(f"{kind} has target_name '{target}', expected the name of a declared output", param=kind)
     for sample in config.warmup:
-        if sample.batch_size > config.max_batch_size:
+        if sample.batch_size > most:
             raise invalid(
                 f"model_warmup '{sample.name}' has batch_size {sample.batch_size}, expected at most max_batch_size, "
                 f"which is {config.max_batch_size}",

@@ -1,4 +1,4 @@
-"""Instance: one executing copy of a model version, in a process of its own.
+"""Instance: one executing copy of a model version, in a process of its own or in a thread of this one.
 
 How a batcher uses it::
 
@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Literal
 
 from tritium.backends import wire
-from tritium.backends.base import LoadContext
+from tritium.backends.base import LoadContext, Placement
 from tritium.backends.config import ModelConfig
 from tritium.errors import Code, TritiumError
 from tritium.observability import logs
@@ -29,6 +29,7 @@ from tritium.serving.config import make_config, parse_json
 from tritium.serving.execution import Execution, Reply, Times
 from tritium.serving.process import Process
 from tritium.serving.services import Services
+from tritium.serving.thread import Thread
 from tritium.types import InferRequest
 
 __all__ = ["Execution", "Instance", "Reply", "Services", "Times"]
@@ -48,6 +49,7 @@ class Instance:
         name: ``<group name>_<number>``, as the model and error messages see it.
         services: what the model may ask of the server.
         backend: "module:Class" of the ``InstanceBackend``.
+        placement: whether it gets a process, which may die without harm, or a thread, to which nothing is copied.
 
     Attributes:
         life: counts the processes: a new one knows nothing of what the last one was told.
@@ -63,6 +65,7 @@ class Instance:
         backend: str = "tritium.backends.python:PythonBackend",
         kind: Literal["cpu", "gpu", "model"] = "cpu",
         device_id: int = 0,
+        placement: Placement = "process",
     ) -> None:
         self.name = name
         self.kind: Literal["cpu", "gpu", "model"] = kind
@@ -73,7 +76,8 @@ class Instance:
         self._backend = backend
         self._device_id = device_id
         self._config: ModelConfig | None = None
-        self._process: Process | None = None
+        self._placement: Placement = placement
+        self._process: Process | Thread | None = None
         self._reason = "the instance is not started"
         self._free = asyncio.Event()
         self._restart: asyncio.Task[None] | None = None
@@ -98,7 +102,7 @@ class Instance:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the host; None while there is none."""
+        """Process id of the host; None while there is none, and for a thread."""
         return None if self._process is None or self._process.ended else self._process.pid
 
     async def start(self, config: ModelConfig | None = None) -> ModelConfig:
@@ -115,8 +119,8 @@ class Instance:
         return self._config
 
     async def _launch(self, config: ModelConfig | None) -> ModelConfig:
-        """One new process, loaded."""
-        process = Process(self.name, self._context.name, self._services, self._idle, self._died)
+        """One new process or thread, loaded."""
+        process = self._host()
         self._process = process
         try:
             await process.start()
@@ -128,7 +132,7 @@ class Instance:
         except BaseException as error:
             self._reason = error.message if isinstance(error, TritiumError) else "the load was given up"
             await process.kill()
-            if isinstance(error, TritiumError) and error.code is Code.UNAVAILABLE:
+            if isinstance(process, Process) and isinstance(error, TritiumError) and error.code is Code.UNAVAILABLE:
                 raise TritiumError(Code.INTERNAL, f"the process of instance '{self.name}' ended in its load") from error
             raise
         if process.ended:
@@ -138,6 +142,11 @@ class Instance:
         self._reason = ""
         self._idle()
         return config
+
+    def _host(self) -> Process | Thread:
+        if self._placement == "thread":
+            return Thread(self.name, self._context.name, self._idle)
+        return Process(self.name, self._context.name, self._services, self._idle, self._died)
 
     def _setup(self, config: ModelConfig | None) -> wire.Setup:
         context = self._context

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 from tritium.backends import find
-from tritium.backends.base import Backend, Change, Footprint, InstanceBackend, LoadContext, Timing
+from tritium.backends.base import Backend, Change, Footprint, InstanceBackend, LoadContext, Placement, Timing
 from tritium.backends.config import Ensemble, InstanceGroup, ModelConfig, SequenceBatching
 from tritium.errors import Code, TritiumError, invalid
-from tritium.serving import warmup
-from tritium.serving.batch import rows_of
+from tritium.serving import batch, warmup
 from tritium.serving.cache import Cache
 from tritium.serving.changes import followed
 from tritium.serving.dynamic import DynamicBatcher
@@ -34,6 +33,8 @@ GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 # What a model may take to say whether it is ready, in seconds.
 ASK_S = 5.0
+# A model's parameter and a backend's setting: where copies run, of a backend that leaves the choice.
+PLACEMENT = "placement"
 
 Kind = Literal["cpu", "gpu", "model"]
 
@@ -68,24 +69,30 @@ class Instances(Backend):
     """A model whose copies are made and whose requests are put together by the server.
 
     Args:
-        target: "module:Class" of its ``InstanceBackend``.
-        joined: whether that takes the tensors of a whole batch as one request.
+        kind: its ``InstanceBackend``.
+
+    Attributes:
+        honours: fields of the configuration that have a meaning for that backend.
+
+    Raises:
+        TritiumError: INVALID_ARGUMENT when the model asks for a placement that it cannot have.
     """
 
     def __init__(
         self,
         context: LoadContext,
-        target: str,
+        kind: type[InstanceBackend],
         surroundings: Surroundings,
         stats: ModelStats,
-        *,
-        joined: bool = False,
     ) -> None:
         super().__init__(context)
-        self._target = target
+        self.honours = kind.honours
+        self._target = f"{kind.__module__}:{kind.__qualname__}"
+        self._placement: Placement = _placement(kind, context)
+        self._gpu = kind.uses_gpu()
         self._surroundings = surroundings
         self._stats = stats
-        self._joined = joined
+        self._joined = kind.joined
         self._config = context.config
         self._instances: list[Instance] = []
         self._batcher: DynamicBatcher | SequenceBatcher | None = None
@@ -96,8 +103,9 @@ class Instances(Backend):
         Raises:
             TritiumError: it cannot be started, or a group wants a GPU where there is none.
         """
+        config = _placed(config, self._gpu)
         first = self._make(_places(config)[0])
-        self._config = _labelled(_placed(await first.start()), config)
+        self._config = _labelled(_placed(await first.start(), self._gpu), config)
         return self._config
 
     async def load(self) -> None:
@@ -180,7 +188,7 @@ class Instances(Backend):
         """Answers one request, together with others as the configuration says."""
         if self._batcher is None:
             raise TritiumError(Code.UNAVAILABLE, f"model '{self.context.name}' is not loaded")
-        return self._batcher.stream(request, timing, rows_of(self._config, request))
+        return self._batcher.stream(request, timing, batch.rows_of(self._config, request))
 
     @property
     def direct(self) -> bool:
@@ -200,7 +208,13 @@ class Instances(Backend):
         if services is None:
             raise TritiumError(Code.INTERNAL, f"model '{self.context.name}' needs a server around it")
         instance = Instance(
-            self.context, place.name, services, backend=self._target, kind=place.kind, device_id=place.device
+            self.context,
+            place.name,
+            services,
+            backend=self._target,
+            kind=place.kind,
+            device_id=place.device,
+            placement=self._placement,
         )
         self._instances.append(instance)
         return instance
@@ -241,7 +255,9 @@ class Instances(Backend):
         """One execution outside the batcher; it counts like any other."""
         begin_ns = time.monotonic_ns()
         await instance.free()
-        execution = instance.execute(requests)
+        rows = [batch.rows_of(self._config, request) for request in requests]
+        made = [batch.reshape_inputs(self._config, r) for r in batch.add_inputs(self._config, requests, rows)]
+        execution = instance.execute([batch.join(self._config, made, rows)] if self._joined else made)
         while replies := await execution.some():
             for reply in replies:
                 if reply.response is not None and reply.response.error is not None:
@@ -265,9 +281,30 @@ def gpu_count() -> int:
         return 0
 
 
-def _placed(config: ModelConfig) -> ModelConfig:
-    """Groups that leave the device open run on the CPU."""
-    groups = tuple(dataclasses.replace(g, device="cpu") if g.device == "auto" else g for g in config.instances)
+def _placement(kind: type[InstanceBackend], context: LoadContext) -> Placement:
+    """Where the copies run: as the model's parameter says, the backend's setting, or as the backend does by itself."""
+    known: Sequence[Placement] = kind.placements
+    asked = context.config.parameters.get(PLACEMENT) or context.backend_config.get(PLACEMENT)
+    if asked is None or len(known) == 1:
+        # Not an option of this backend: the name is the model's own, if it has such a parameter.
+        return known[0]
+    for one in known:
+        if one == asked:
+            return one
+    raise invalid(f"{PLACEMENT} of model '{context.name}' is '{asked}', expected {' or '.join(known)}", param=PLACEMENT)
+
+
+def _placed(config: ModelConfig, gpu: bool = False) -> ModelConfig:
+    """Groups that leave the device open run on the CPU, or on GPUs if the backend uses them and there are some."""
+    count = gpu_count() if gpu else 0
+    groups = tuple(
+        g
+        if g.device != "auto"
+        else dataclasses.replace(g, device="gpu", gpus=g.gpus or tuple(range(count)))
+        if count
+        else dataclasses.replace(g, device="cpu", gpus=())
+        for g in config.instances
+    )
     return dataclasses.replace(config, instances=groups)
 
 
@@ -324,7 +361,7 @@ def make_backend(context: LoadContext, surroundings: Surroundings, stats: ModelS
         return EnsembleRunner(context, surroundings.steps, surroundings.services.call, stats)
     found = find(config.backend, config.platform, context.name)
     if issubclass(found, InstanceBackend):
-        return Instances(context, f"{found.__module__}:{found.__qualname__}", surroundings, stats, joined=found.joined)
+        return Instances(context, found, surroundings, stats)
     if isinstance(config.batching, SequenceBatching):
         raise invalid(
             f"sequence_batching is set for model '{context.name}', expected none: its backend '{config.backend}' "

@@ -136,12 +136,13 @@ class Model:
 
     async def _load_backend(self) -> Backend:
         backend = make_backend(self.context, self._surroundings, self.stats)
-        fields = without_effect(self.config.source)
+        honoured = backend.honours if isinstance(backend, Instances) else ()
+        fields = without_effect(self.config.source, honoured)
         if fields:
             _log.warning("fields of the configuration have no effect here", model=self.name, fields=", ".join(fields))
         try:
             config = await backend.complete(self.config)
-            check_config(config)
+            check_config(config, complete=True)
             await backend.load()
             if not isinstance(backend, Instances):
                 await warmup.through(backend, config, self.version, self.context.model_folder, self.stats)
@@ -385,16 +386,15 @@ class Model:
         """Begins to count; metrics of an earlier load of the same version begin anew, as in Triton."""
         if self._metrics is None:
             return
-        text = isinstance(backend, TextBackend)
         metrics = self._metrics.add_model(
             self.name,
             self.version,
-            "llm" if text else "model",
+            "llm" if isinstance(backend, TextBackend) else "model",
             tags=self.config.source.metric_tags,
             cached=self.config.source.response_cache.enable,
             decoupled=self.config.decoupled,
         )
         self.stats.attach(metrics)
         if isinstance(backend, TextBackend):
-            for index in range(len(backend.engine_stats())):
-                metrics.watch(lambda index=index: backend.engine_stats()[index])
+            for i in range(len(backend.engine_stats())):
+                metrics.watch(lambda i=i: backend.engine_stats()[i])

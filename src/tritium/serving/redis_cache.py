@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tritium.errors import Code, TritiumError, invalid
+from tritium.errors import Code, TritiumError, invalid, pip_install
 from tritium.observability import logs
 from tritium.serving.cache import CacheStats
 
@@ -188,7 +188,7 @@ def _client(settings: RedisSettings) -> Any:
         from redis.backoff import NoBackoff
     except ImportError as error:
         raise TritiumError(
-            Code.UNAVAILABLE, "--cache-config redis needs the package redis: pip install 'tritium[redis]'"
+            Code.UNAVAILABLE, f"--cache-config redis needs the package redis: {pip_install('tritium[redis]')}"
         ) from error
     options: dict[str, Any] = {
         "host": settings.host,

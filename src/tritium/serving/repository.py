@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from tritium.backends import detect, incomplete
+from tritium.backends import detect, incomplete, name_of
 from tritium.backends.base import LoadContext
 from tritium.backends.config import All, Latest, ModelConfig, Specific
 from tritium.errors import Code, TritiumError, invalid
@@ -191,7 +191,7 @@ class Repository:
             auto_complete=self.auto_complete,
             backend_config={
                 **self.backend_settings.get("", {}),
-                **self.backend_settings.get(config.backend or config.platform, {}),
+                **self.backend_settings.get(name_of(config.backend, config.platform), {}),
             },
             files=fingerprint.digest(read),
             content=fingerprint.content(found.folder, read) if config.response_cache else "",
