@@ -166,6 +166,9 @@ def report(run: Run, before: Levels, after: Levels, status: int, seconds: float,
     """Prints what came of it; the exit status."""
     if status != 0:
         run.problem(f"the server ended with {status}")
+    traces = log.read_text(errors="replace").count("Traceback")
+    if traces:
+        run.problem(f"{traces} tracebacks in the log")
     for text in after.growth(before, ALLOWED_GROWTH_BYTES):
         run.problem(text)
     for problem in run.problems[:20]:

@@ -9,6 +9,7 @@ import pytest
 from tests.serving.executors import Executor, Gate, Running, ask, collect, config_of, echo, request, stats
 from tests.serving.support import refused, until
 from tritium.backends.base import Timing
+from tritium.backends.config import Resource
 from tritium.errors import Code, TritiumError
 from tritium.serving.dynamic import DynamicBatcher
 from tritium.serving.limiter import RateLimiter
@@ -281,6 +282,52 @@ async def test_the_rate_limiter_lets_one_instance_run_at_a_time():
 RESOURCES = (
     'instance_group { count: 2 kind: KIND_CPU rate_limiter { resources { name: "slot" count: 1 } priority: 1 } }'
 )
+
+
+async def test_needs_may_change_while_an_execution_holds_the_old_ones():
+    limiter = RateLimiter(True, {("R", -1): 2})
+    executor, other = Executor(gate := Gate()), Executor(echo, "m_1")
+    first, second = await batcher(executor), await batcher(other)
+    for one, need in ((first, 2), (second, 1)):
+        one.lanes[0].exchange(limiter.register("m", [Resource("R", need)], 1, one.kick))
+    running = asyncio.create_task(ask(first, request(id="a")))
+    await until(lambda: bool(executor.log))
+    # Half of it from now on; what runs holds all of it until it ends.
+    first.lanes[0].exchange(limiter.register("m", [Resource("R", 1)], 1, first.kick))
+    waiting = asyncio.create_task(ask(second, request(id="b")))
+    await asyncio.sleep(0.02)
+    assert not other.log
+    gate.open.set()
+    await asyncio.gather(running, waiting)
+    gate.open.clear()
+    running = asyncio.create_task(ask(first, request(id="c")))
+    await until(lambda: len(executor.log) == 2)
+    await ask(second, request(id="d"))  # beside it
+    gate.open.set()
+    await running
+    assert limiter._held["R", 0] == 0 and len(limiter._members) == 2
+    await asyncio.gather(first.stop(), second.stop())
+    assert not limiter._members
+
+
+async def test_other_rules_for_requests_that_wait():
+    """Levels, sizes and promises of order change; nobody is lost, and the old promise still holds for its requests."""
+    executor = Executor(gate := Gate())
+    made = await batcher(executor, batching="preserve_ordering: true preferred_batch_size: 8")
+    tasks = [await busy(made, executor)]
+    tasks += [asyncio.create_task(ask(made, request(id=str(i), priority=2 - i % 2))) for i in range(4)]
+    await until(lambda: made.pending == 4)
+    levels = "priority_levels: 2 default_priority_level: 2 default_queue_policy { max_queue_size: 1 }"
+    made.reconfigure(config_of(MODEL + f"dynamic_batching {{ {levels} preferred_batch_size: 1 }}"))
+    assert made.pending == 4
+    assert "Exceeds maximum queue size" in (await refused(ask(made, request(priority=2)))).message
+    gate.open.set()
+    assert all(len(answers) == 1 for answers in await asyncio.gather(*tasks))
+    assert ids(executor)[1:] == [["1"], ["3"], ["0"], ["2"]]  # the higher level first
+    made.reconfigure(config_of(MODEL))
+    await ask(made, request(id="last"))
+    assert ids(executor)[-1] == ["last"]
+    await made.stop()
 
 
 @pytest.mark.parametrize("seed", range(6))
