@@ -162,6 +162,8 @@ class AsyncPipe(Generic[Received]):
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[tuple[memoryview, list[int]]] = deque()
         self._closed = False
+        # While messages are handed on, what is sent in answer to them gathers here and leaves in one piece.
+        self._gathered: list[bytes] | None = None
         self._loop.add_reader(end, self._read)
 
     def send(self, message: object) -> None:
@@ -174,6 +176,21 @@ class AsyncPipe(Generic[Received]):
 
     def _send_frame(self, message: object) -> None:
         data, fds = self._frames.pack(message)
+        if self._gathered is not None:
+            if not fds:
+                self._gathered.append(data)
+                return
+            # Descriptors belong to the first byte of their own frame.
+            self._leave(self._gathered)
+        self._put(data, fds)
+
+    def _leave(self, gathered: list[bytes]) -> None:
+        if gathered:
+            data = b"".join(gathered)
+            gathered.clear()
+            self._put(data, [])
+
+    def _put(self, data: bytes, fds: list[int]) -> None:
         if self._waiting:
             self._waiting.append((memoryview(data), fds))
             return
@@ -208,16 +225,29 @@ class AsyncPipe(Generic[Received]):
 
     def _read(self) -> None:
         try:
-            for message in self._frames.read():
-                self._on_message(message)
+            messages = self._frames.read()
         except BlockingIOError:
             return
         except BrokenPipe as error:
             self.close()
             self._on_end(str(error))
             return
+        if len(messages) == 1:
+            self._on_message(messages[0])
+        else:
+            self._hand_on(messages)
         if self._frames.overdue:
             self.send(None)
+
+    def _hand_on(self, messages: list[Received]) -> None:
+        gathered = self._gathered = []
+        try:
+            for message in messages:
+                self._on_message(message)
+        finally:
+            self._gathered = None
+            if not self._closed:
+                self._leave(gathered)
 
     def close(self) -> None:
         """Gives the end up, without ``on_end``."""

@@ -53,6 +53,13 @@ class Entry:
         """The ready versions, ascending."""
         return [self.models[v] for v in sorted(self.models) if self.models[v].state is State.READY]
 
+    def only(self) -> Model | None:
+        """The one version, if it is one and ready; ``serving`` without a list, since every request asks."""
+        if len(self.models) == 1:
+            (model,) = self.models.values()
+            return model if model.state is State.READY else None
+        return None
+
     def steps(self) -> set[str]:
         """Names of the models that its ensemble needs; none for other models."""
         return set() if self.plan is None else _steps(self.plan)
@@ -111,8 +118,10 @@ class Catalog:
         Raises:
             TritiumError: NOT_FOUND, UNAVAILABLE or INVALID_ARGUMENT in Triton's words.
         """
-        number = parse_version(version)
         entry = self._entries.get(name)
+        if not version and entry is not None and (only := entry.only()) is not None:
+            return only
+        number = parse_version(version)
         unknown = f"Request for unknown model: '{name}'"
         if entry is None or not entry.models:
             raise TritiumError(Code.NOT_FOUND, f"{unknown} is not found", param="model", reason="model_not_found")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from functools import partial
 
 from tritium.backends.base import Timing
@@ -23,6 +23,10 @@ from tritium.types import InferRequest, InferResponse
 
 # Batches that an instance gets at a time, where that decides nothing.
 DEPTH = 4
+
+
+def _alone(request: InferRequest) -> Hashable:
+    return ()
 
 
 class DynamicBatcher:
@@ -43,7 +47,8 @@ class DynamicBatcher:
         self._batching = batching
         self._queue = Queue()
         self._rule = BatchRule(0)
-        self._shape = shape_rule(config)
+        # Requests that are batches by themselves need not be compared.
+        self._shape = _alone if batching is None else shape_rule(config)
         if batching is not None:
             self._queue = Queue(batching.levels, batching.policy, dict(batching.level_policies))
             self._rule = BatchRule(config.max_batch_size, frozenset(batching.preferred), batching.delay_us * 1000)
@@ -128,6 +133,8 @@ class DynamicBatcher:
 
     def kick(self) -> None:
         """Starts every batch that is due, and sets the timer for the next one that will be."""
+        if not len(self._queue) and self._timer is None:
+            return
         if self._kicking:
             self._again = True
             return

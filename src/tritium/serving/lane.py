@@ -94,13 +94,13 @@ class Lane:
             jobs: one for each request; None where a request only fills a place.
             requests: as the model shall see them.
         """
-        if self.limited and self.allowance is not None:
+        if self.allowance is not None and self.allowance.needs:
             if not self.allowance.acquire():
                 return False
             self._holding = True
         self.free = False
-        rows = [1 if job is None else job.rows for job in jobs]
         inside = self._inside
+        rows = [1 if job is None else job.rows for job in jobs]
         try:
             prepared = self._prepare(requests, rows)
             joined = [batch.join(self._config, prepared, rows)] if self._joined else prepared
@@ -119,7 +119,7 @@ class Lane:
         run = _Batch(self, running, jobs, rows, prepared, self._joined, self._config)
         self._batches.add(run)
         inside.append(run)
-        if inside[0] is run:
+        if len(inside) == 1:
             self._begin(run)
         self.free = len(inside) < self.depth
         running.listen(run)

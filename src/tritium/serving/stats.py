@@ -39,7 +39,8 @@ class Duration:
     def add(self, ns: int) -> None:
         """One more, of that length."""
         self.count += 1
-        self.ns += max(0, ns)
+        if ns > 0:
+            self.ns += ns
 
 
 @dataclass(slots=True)
@@ -137,7 +138,8 @@ class ModelStats:
 
     def succeeded(self, rows: int, total_ns: int, timing: Timing) -> None:
         """A request of ``rows`` inferences was answered, ``total_ns`` after its arrival."""
-        total_ns = max(0, total_ns)
+        if total_ns < 0:
+            total_ns = 0
         self.success.add(total_ns)
         self.queue.add(timing.queue_ns)
         if timing.cache == "hit":
