@@ -298,6 +298,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
             raise WireError(wire.PROTOCOL_ERROR if len(payload) == 4 else wire.FRAME_SIZE_ERROR, "RST_STREAM")
         call = self.calls.pop(stream, None)
         if call is not None:
+            self._stalled.pop(stream, None)
             call.close()
             self._resets += 1
             if self._resets > 2 * self.service.max_streams:
