@@ -11,7 +11,7 @@ import msgspec
 
 from tritium.errors import Code, TritiumError
 from tritium.ipc.arena import Arena
-from tritium.ipc.pipe import INLINE_BYTES
+from tritium.ipc.frames import INLINE_BYTES
 from tritium.types import DType, InferRequest, InferResponse, Parameter, RequestedOutput, SequenceRef
 from tritium.types import Tensor as TypedTensor
 

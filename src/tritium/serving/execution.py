@@ -76,7 +76,7 @@ class Execution(AsyncIterator[Reply]):
         self.times: Times | None = None
         self.returned = False
         self._cancel = cancel
-        self._open = set(range(count))
+        self._open = {0} if count == 1 else set(range(count))
         self._replies: list[Reply] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: TritiumError | None = None

@@ -21,7 +21,7 @@ from tritium.serving.cache import Memory, salt_of
 from tritium.serving.closing import closing
 from tritium.serving.config import render
 from tritium.serving.config_checks import check_config, without_effect
-from tritium.serving.direct import Direct, Done, none_came, too_many
+from tritium.serving.direct import Direct, Done, Submit, none_came, too_many
 from tritium.serving.ensemble import EnsembleRunner
 from tritium.serving.instances import Instances, Surroundings, make_backend
 from tritium.serving.model_files import keep_labels
@@ -68,6 +68,7 @@ class Model:
         self._metrics = metrics
         self._surroundings = surroundings or Surroundings()
         self._memory: Memory | None = None
+        self._short: Submit | None = None
         self._backend: Backend | None = None
         self._reason = ""
         self._failed = False
@@ -127,6 +128,8 @@ class Model:
             raise self._not_loaded()
         self.created_s = int(time.time())
         self._memory = self._remember()
+        if isinstance(self._backend, Instances) and self._memory is None and not self.config.decoupled:
+            self._short = self._backend.submitter()
         self._count(self._backend)
         self.state = State.READY
 
@@ -179,7 +182,7 @@ class Model:
             return
         self.retire()
         async with self._unloading:
-            backend, self._backend = self._backend, None
+            backend, self._backend, self._short = self._backend, None, None
             if backend is not None:
                 await _unload_quietly(backend, self.name)
             self.state = State.UNAVAILABLE
@@ -213,13 +216,7 @@ class Model:
     @property
     def direct(self) -> bool:
         """Whether ``submit`` takes requests."""
-        return (
-            self.state is State.READY
-            and isinstance(self._backend, Instances)
-            and self._backend.direct
-            and self._memory is None
-            and not self.config.decoupled
-        )
+        return self._short is not None and self.state is State.READY
 
     def submit(self, request: InferRequest, done: Done, rows: int = 0) -> Callable[[], None] | None:
         """``infer`` without a task: ``done`` is called once with the answer or an error, perhaps before this returns.
@@ -233,15 +230,14 @@ class Model:
         Raises:
             TritiumError: the request does not fit the configuration, or is not taken.
         """
-        if not self.direct or request.trace is not None:
+        short = self._short
+        if short is None or self.state is not State.READY or request.trace is not None:
             return None
-        backend = self._backend
-        assert isinstance(backend, Instances)
         rows = rows or check_request(self.config, request)
         direct = Direct(request, Tally(self.stats, rows, request.arrived_ns, Timing()), self._left, done)
         self._running += 1
         self._idle.clear()
-        return direct.start(self.name, self.version, backend.submit)
+        return direct.start(self.name, self.version, short)
 
     def _left(self) -> None:
         self._running -= 1

@@ -140,8 +140,11 @@ class ModelStats:
         """A request of ``rows`` inferences was answered, ``total_ns`` after its arrival."""
         if total_ns < 0:
             total_ns = 0
-        self.success.add(total_ns)
-        self.queue.add(timing.queue_ns)
+        success, queue = self.success, self.queue
+        success.count += 1
+        success.ns += total_ns
+        queue.count += 1
+        queue.ns += timing.queue_ns
         if timing.cache == "hit":
             self._from_cache(total_ns, timing)
             return
