@@ -286,7 +286,8 @@ class Connection(Sender, asyncio.BufferedProtocol):
             if self._leaving or len(self.calls) >= self.service.max_streams:
                 self.write(frame(wire.RST_STREAM, 0, number, struct.pack(">I", wire.REFUSED_STREAM)))
                 return
-            call = self.calls[number] = Call(self, number, opening, self._initial_window)
+            ended = bool(flags & wire.END_STREAM)
+            call = self.calls[number] = Call(self, number, opening, self._initial_window, ended=ended)
             call.start()
         elif not flags & wire.END_STREAM:
             raise WireError(wire.PROTOCOL_ERROR, "HEADERS in the middle of a call")
