@@ -1,4 +1,4 @@
-"""The short ways of inference against the long ones: the same bytes in must give the same bytes out."""
+"""The short way of inference over HTTP against the long one: the same bytes in must give the same bytes out."""
 
 from __future__ import annotations
 
@@ -9,120 +9,19 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
-from tritonclient.grpc import service_pb2 as pb
 
-from tritium.frontends.grpc import GrpcFrontend
-from tritium.frontends.grpc_transport import Transport
+from tests.frontends.kserve.ports import WORDS, Ports
+from tritium.frontends.access import Restrictions
 from tritium.frontends.http import HttpListener, app
+from tritium.frontends.kserve.shared import Shared, header_pattern
 from tritium.frontends.kserve.short import ShortInfer, read_head
 from tritium.frontends.kserve.short_grpc import ShortGrpc
-from tritium.observability.metrics import Metrics
 from tritium.serving.server import Server
-
-MOODS = """
-import json
-import time
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        value = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()
-        outputs = [pb_utils.Tensor("OUT", value), pb_utils.Tensor("SUM", value.sum(axis=1, keepdims=True))]
-        mood = float(value.reshape(-1)[0]) if value.size else 0
-        if mood == -1:
-            raise ValueError("a bad mood")
-        if mood == -2:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError("no, thank you"))
-        if mood == -3:
-            return pb_utils.InferenceResponse(outputs, parameters={"mood": 3, "say": json.loads(request.parameters())})
-        if mood == -4:
-            time.sleep(float(value.reshape(-1)[1]))
-        return pb_utils.InferenceResponse(outputs)
-"""
-WORDS = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", r.inputs()[0].as_numpy())]) for r in requests]
-"""
-MODELS = {
-    "moods": (
-        MOODS,
-        """backend: "python" max_batch_size: 8
-        input { name: "IN" data_type: TYPE_FP32 dims: -1 }
-        output { name: "OUT" data_type: TYPE_FP32 dims: -1 } output { name: "SUM" data_type: TYPE_FP32 dims: 1 }""",
-    ),
-    "words": (
-        WORDS,
-        """backend: "python" input { name: "IN" data_type: TYPE_STRING dims: -1 }
-        output { name: "OUT" data_type: TYPE_STRING dims: -1 } dynamic_batching { }""",
-    ),
-}
-
-
-class Ports:
-    """One server behind both ways of both protocols, on an event loop in a thread."""
-
-    def __init__(self, repository: Path) -> None:
-        for name, (code, config) in MODELS.items():
-            (repository / name / "1").mkdir(parents=True)
-            (repository / name / "config.pbtxt").write_text(config)
-            (repository / name / "1" / "model.py").write_text(code)
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.thread.start()
-        self.metrics = Metrics()
-        self.server = Server([repository], metrics=self.metrics)
-        self.run(self._start())
-
-    def run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
-
-    async def _start(self) -> None:
-        await self.server.start()
-        assert not self.server.failures()
-        applications = [
-            app(self.server, max_body_bytes=4 << 20, body_timeout_s=0.5, short=way) for way in (True, False)
-        ]
-        self.short: ShortInfer = applications[0]._short  # type: ignore[attr-defined]
-        self.listeners = [HttpListener(application) for application in applications]
-        self.http = [await listener.start("127.0.0.1", 0) for listener in self.listeners]
-        self.fronts = [
-            GrpcFrontend(self.server, max_message_bytes=4 << 20, transport=Transport(core=core))
-            for core in (False, True)
-        ]
-        self.grpc = [await front.start("127.0.0.1", 0) for front in self.fronts]
-
-    def stop(self) -> None:
-        async def end() -> None:
-            await asyncio.gather(*(one.stop(0.5) for one in (*self.listeners, *self.fronts)))
-            await self.server.drain(1.0)
-
-        self.run(end())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
-        self.loop.close()
-
-
-@pytest.fixture(scope="module")
-def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
-    made = Ports(tmp_path_factory.mktemp("models"))
-    yield made
-    made.stop()
 
 
 def post(body: bytes, *lines: bytes, path: bytes = b"/v2/models/moods/infer") -> bytes:
@@ -389,141 +288,10 @@ def test_lines_that_are_not_plain() -> None:
         assert read_head(line + b"\r\nContent-Length: 1\r\n\r\n") is None
 
 
-# -- gRPC ----------------------------------------------------------------------------------------------------------
-
-
-def message(values: Any = (1, 2), model: str = "moods", **fields: Any) -> pb.ModelInferRequest:
-    array = np.array([values], "f4")
-    made = pb.ModelInferRequest(model_name=model, **fields)
-    made.inputs.add(name="IN", datatype="FP32", shape=array.shape)
-    made.raw_input_contents.append(array.tobytes())
-    return made
-
-
-def changed(made: pb.ModelInferRequest, **fields: Any) -> pb.ModelInferRequest:
-    for name, value in fields.items():
-        if isinstance(value, list):
-            del made.inputs[0].shape[:]
-            made.inputs[0].shape.extend(value)
-        else:
-            setattr(made.inputs[0], name, value)
-    return made
-
-
-def typed() -> pb.ModelInferRequest:
-    made = message()
-    del made.raw_input_contents[:]
-    made.inputs[0].contents.fp32_contents.extend([1, 2])
-    return made
-
-
-def out(*names: str, **parameters: int) -> list[Any]:
-    kind = pb.ModelInferRequest.InferRequestedOutputTensor
-    return [
-        kind(name=n, parameters={k: pb.InferParameter(int64_param=v) for k, v in parameters.items()}) for n in names
-    ]
-
-
-def of_words(values: list[bytes], cut: int = 0) -> pb.ModelInferRequest:
-    made = pb.ModelInferRequest(model_name="words")
-    made.inputs.add(name="IN", datatype="BYTES", shape=[len(values)])
-    made.raw_input_contents.append(b"".join(len(v).to_bytes(4, "little") + v for v in values)[: -cut or None])
-    return made
-
-
-GRPC = {
-    "plain": message(),
-    "one output": message(outputs=out("OUT")),
-    "two outputs": message(outputs=out("SUM", "OUT")),
-    "an id": message(id="seven"),
-    "parameters": message((-3, 1), parameters={"a": pb.InferParameter(string_param="b")}),
-    "as perf_analyzer": message(parameters={"triton_enable_empty_final_response": pb.InferParameter(bool_param=True)}),
-    "answered with parameters": message((-3, 1)),
-    "a version": message(model_version="1"),
-    "an unknown version": message(model_version="9"),
-    "an unknown model": message(model="moodless"),
-    "an exception": message((-1, 1)),
-    "an error": message((-2, 1)),
-    "no elements": message(()),
-    "classes": message(outputs=out("OUT", classification=1)),
-    "an unknown output": message(outputs=out("NOT")),
-    "another type": changed(message(), datatype="FP64"),
-    "another shape": changed(message(), shape=[1, 3]),
-    "a negative shape": changed(message(), shape=[1, -2]),
-    "typed": typed(),
-    "words": of_words([b"", b"two", b"\xff" * 300]),
-    "cut words": of_words([b"one", b"two"], cut=1),
-    "large": message(range(100_000)),
-    "nothing": pb.ModelInferRequest(),
-}
-
-
-def called(port: int, sent: bytes, times: int = 1, **more: Any) -> list[Any]:
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        found: list[Any] = []
-        for _ in range(times):
-            try:
-                found.append(call(sent, timeout=10, **more))
-            except grpc.RpcError as error:
-                found.append((error.code(), error.details(), error.trailing_metadata()))  # type: ignore[attr-defined]
-    return found
-
-
-@pytest.mark.parametrize("name", GRPC)
-def test_grpc_is_the_same_both_ways(ports: Ports, name: str) -> None:
-    sent = GRPC[name].SerializeToString()
-    expected = called(ports.grpc[1], sent)
-    assert called(ports.grpc[0], sent, 3) == expected * 3
-    assert called(ports.grpc[0], sent, compression=grpc.Compression.Gzip) == expected
-
-
-def test_grpc_bytes_that_are_no_message(ports: Ports) -> None:
-    for sent in (b"\xff\xff", b"\x0a\x05moo", GRPC["plain"].SerializeToString()[:-1]):
-        assert called(ports.grpc[0], sent, 2) == called(ports.grpc[1], sent, 2)
-
-
-def test_the_short_way_of_grpc_is_taken(ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = GRPC["one output"].SerializeToString()
-    expected = called(ports.grpc[0], sent)
-    monkeypatch.setattr("tritium.frontends.kserve.pb_codec.parse", None)
-    monkeypatch.setattr("tritium.frontends.kserve.pb_codec.write", None)
-    assert called(ports.grpc[0], sent) == expected
-
-
 def test_what_an_operator_wants_of_headers_closes_the_short_ways(ports: Ports) -> None:
-    from tritium.frontends.access import Restrictions
-    from tritium.frontends.kserve.shared import Shared, header_pattern
-
     some = header_pattern("--x", "x-.*")
     asked = Restrictions("--http-restricted-api", ["inference:a=b"])
     for shared in (Shared(http_headers=some, grpc_headers=some), Shared(http_access=asked, grpc_access=asked)):
         assert ShortInfer(ports.server, shared, 1).closed
         assert ShortGrpc(ports.server, shared)._closed
     assert not ports.short.closed
-
-
-def test_both_ways_count_alike(ports: Ports) -> None:
-    def counted() -> Any:
-        (stats,) = ports.server.statistics("moods")
-        ports.metrics.render()
-        shown = [line for line in ports.metrics.render().decode().splitlines() if 'model="moods"' in line]
-        counts = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in shown if "_us{" not in line}
-        own = (stats.success.count, stats.fail.count, stats.inference_count, stats.execution_count, stats.queue.count)
-        return np.array([*own, *counts.values()])
-
-    sent = [HTTP["binary both ways"], HTTP["an exception"], HTTP["an error"], HTTP["another type"]]
-    calls = [GRPC["plain"], GRPC["an exception"], GRPC["an error"], GRPC["another type"]]
-    changes = []
-    for way in (0, 1):
-        before = counted()
-        client = Client(ports.http[way])
-        for one in sent:
-            client.ask(one)
-        client.close()
-        for one in calls:
-            called(ports.grpc[way], one.SerializeToString())
-        changes.append(counted() - before)
-    assert changes[0].tolist() == changes[1].tolist()
-    # An error is an answer, an exception is a failure, and what does not fit counts nowhere.
-    assert changes[0][:3].tolist() == [4, 2, 4]
