@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from tritium.ipc.arena import IDLE_BYTES, SMALLEST, Arena
-from tritium.ipc.pipe import AsyncPipe, BrokenPipe, ThreadPipe
+from tritium.ipc.frames import BrokenPipe
+from tritium.ipc.pipe import AsyncPipe, ThreadPipe
 
 
 class Note(msgspec.Struct, array_like=True, tag=1):

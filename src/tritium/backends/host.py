@@ -23,7 +23,8 @@ from tritium.backends import wire
 from tritium.backends.base import InstanceBackend, InstanceContext
 from tritium.errors import Code, TritiumError
 from tritium.ipc import follow_parent
-from tritium.ipc.pipe import BrokenPipe, ThreadPipe
+from tritium.ipc.frames import BrokenPipe
+from tritium.ipc.pipe import ThreadPipe
 from tritium.observability import logs
 from tritium.observability.logs import LogState
 from tritium.types import InferRequest, InferResponse

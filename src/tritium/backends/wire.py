@@ -11,7 +11,7 @@ import msgspec
 
 from tritium.errors import Code, TritiumError
 from tritium.ipc.arena import Arena
-from tritium.ipc.pipe import INLINE_BYTES
+from tritium.ipc.frames import INLINE_BYTES
 from tritium.observability.logs import LogState
 from tritium.types import Copies, DType, InferRequest, InferResponse, Parameter, RequestedOutput, SequenceRef, TraceRef
 from tritium.types import Tensor as TypedTensor

@@ -180,7 +180,9 @@ class Gate(asyncio.BufferedProtocol):
     def _send(self, status: int, head: bytes, parts: list[bytes | memoryview]) -> None:
         """Writes an answer."""
         self._behind.server_state.total_requests += 1
-        front = STATUS_LINE[status] + self._behind.usual_lines() + (b"connection: close\r\n" if self._closing else b"")
+        if self._closing and b"\r\nconnection: close\r\n" not in head:
+            head = head[:-2] + b"connection: close\r\n\r\n"
+        front = STATUS_LINE[status] + self._behind.usual_lines()
         if len(parts) > 1 and len(parts[-1]) > _JOIN_BYTES:
             self._transport.writelines([front + head, *parts])
         else:

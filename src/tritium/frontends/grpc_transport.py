@@ -24,6 +24,7 @@ class Transport:
     Attributes:
         options: arguments of the channel (github.com/grpc/grpc, include/grpc/impl/channel_arg_names.h).
         credentials: None for a port without TLS.
+        core: let gRPC's own package serve the port, whatever it is.
     """
 
     options: tuple[tuple[str, int], ...] = (
@@ -34,11 +35,12 @@ class Transport:
         ("grpc.keepalive_timeout_ms", 20_000),
     )
     credentials: grpc.ServerCredentials | None = None
+    core: bool = False
 
     @property
     def plain(self) -> bool:
-        """Whether our own server can do it: no TLS, and answers as they are."""
-        return self.credentials is None and all(name != _COMPRESSION for name, _ in self.options)
+        """Whether our own server does it: no TLS, and answers as they are."""
+        return not self.core and self.credentials is None and all(name != _COMPRESSION for name, _ in self.options)
 
 
 def transport(settings: ServerSettings) -> Transport:
@@ -62,7 +64,7 @@ def transport(settings: ServerSettings) -> Transport:
     level = _LEVELS[s.grpc_infer_response_compression_level]
     if level:
         options[_COMPRESSION] = level
-    return Transport(tuple(options.items()), _credentials(settings))
+    return Transport(tuple(options.items()), _credentials(settings), s.grpc_core)
 
 
 def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:

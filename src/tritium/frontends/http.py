@@ -46,6 +46,7 @@ def app(
     max_body_bytes: int = 64 << 20,
     body_timeout_s: float = 30.0,
     write_timeout_s: float = 60.0,
+    short: bool = True,
 ) -> App:
     """The application of the HTTP port.
 
@@ -55,12 +56,13 @@ def app(
         max_body_bytes: largest body that is taken, before and after decompression; more is 413.
         body_timeout_s: how long nothing of a body may come; then 408.
         write_timeout_s: how long a client of a stream may read nothing.
+        short: answer plain inference without ASGI (``kserve.short``).
     """
     shared = shared or Shared()
     kserve = KserveHttp(server, shared, max_body_bytes=max_body_bytes, write_timeout_s=write_timeout_s)
     rest = Router([*_own_routes(server, metrics), *openai_routes(server)], redirect_slashes=False, default=_not_found)
-    short = ShortInfer(server, shared, max_body_bytes)
-    return _Entrance(server, kserve, rest, shared, max_body_bytes, body_timeout_s, short)
+    way = ShortInfer(server, shared, max_body_bytes, closed=not short)
+    return _Entrance(server, kserve, rest, shared, max_body_bytes, body_timeout_s, way)
 
 
 class _Entrance:

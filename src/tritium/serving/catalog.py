@@ -95,7 +95,10 @@ class Catalog:
         Raises:
             TritiumError: NOT_FOUND, UNAVAILABLE or INVALID_ARGUMENT in Triton's words.
         """
-        return pick(self._entries.get(name), name, parse_version(version))
+        entry = self._entries.get(name)
+        if not version and entry is not None and (only := entry.only()) is not None:
+            return only
+        return pick(entry, name, parse_version(version))
 
     def ready(self) -> bool:
         """Whether each model makes progress, apart from those that were unloaded.

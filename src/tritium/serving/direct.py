@@ -62,19 +62,22 @@ class Direct:
         """
         self._model, self._version = model, version
         try:
-            self._cancel = submit(self._request, self._tally.timing, self._tally.rows, self._take)
+            cancel = submit(self._request, self._tally.timing, self._tally.rows, self._take)
         except TritiumError as error:
             self._tally.fail(error.code, error.reason)
             self._end()
             raise
+        if not self._over:
+            self._cancel = cancel
         return self.cancel
 
     def cancel(self) -> None:
         """Nobody waits for the answer any more; after the end it does nothing."""
         if not self._over:
+            cancel = self._cancel
             self._end(Code.CANCELLED)
-            if self._cancel is not None:
-                self._cancel()
+            if cancel is not None:
+                cancel()
 
     def _take(self, answer: Answer) -> None:
         """One answer, or the error that ends the request."""
@@ -102,6 +105,7 @@ class Direct:
 
     def _end(self, code: Code | None = None, reason: str | None = None) -> None:
         self._over = True
+        self._cancel = None  # it refers to this
         if code is not None:
             self._tally.fail(code, reason)
         self._left()

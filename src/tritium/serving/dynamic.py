@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from functools import partial
 
 from tritium.backends.base import Timing
@@ -23,6 +23,10 @@ from tritium.types import InferRequest, InferResponse
 
 # Batches that an instance gets at a time, where that decides nothing.
 DEPTH = 4
+
+
+def _alone(request: InferRequest) -> Hashable:
+    return ()
 
 
 class DynamicBatcher:
@@ -41,7 +45,6 @@ class DynamicBatcher:
     ) -> None:
         self._order = Order()
         self._follow(config)
-        self._shape = shape_rule(config)
         self._name = config.name
         self._stats = stats
         self._timer: asyncio.TimerHandle | None = None
@@ -52,6 +55,8 @@ class DynamicBatcher:
         """Sets up queue and rules; the queue is empty."""
         batching = config.batching if isinstance(config.batching, DynamicBatching) else None
         self._batching = batching
+        # Requests that are batches by themselves need not be compared.
+        self._shape = _alone if batching is None else shape_rule(config)
         self._queue = Queue()
         self._rule = BatchRule(0)
         self._order.promised = batching is not None and batching.preserve_order
@@ -65,6 +70,7 @@ class DynamicBatcher:
         self._follow(config)
         self._set_depth()
         for job in waiting:
+            job.shape = self._shape(job.request)
             self._queue.adopt(job, self._level(job.request))
             self._order.add(job)
         self.kick()
@@ -146,6 +152,8 @@ class DynamicBatcher:
 
     def kick(self) -> None:
         """Starts every batch that is due, and sets the timer for the next one that will be."""
+        if not len(self._queue) and self._timer is None:
+            return
         if self._kicking:
             self._again = True
             return

@@ -47,6 +47,13 @@ class Entry:
         """The ready versions, ascending."""
         return [self.models[v] for v in sorted(self.models) if self.models[v].state is State.READY]
 
+    def only(self) -> Model | None:
+        """The one version, if it is one and ready; ``serving`` without a list, since every request asks."""
+        if len(self.models) == 1:
+            (model,) = self.models.values()
+            return model if model.state is State.READY else None
+        return None
+
     def steps(self) -> set[str]:
         """Names of the models that its ensemble needs; none for other models."""
         return set() if self.plan is None else steps_of(self.plan)

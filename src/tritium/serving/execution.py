@@ -76,7 +76,7 @@ class Execution(AsyncIterator[Reply]):
         self.times: Times | None = None
         self.returned = False
         self._cancel = cancel
-        self._open = set(range(count))
+        self._open = {0} if count == 1 else set(range(count))
         self._replies: list[Reply] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: TritiumError | None = None
@@ -149,11 +149,14 @@ class Execution(AsyncIterator[Reply]):
         if self._listener is None:
             self._wake()
             return
+        listener = self._listener
+        if self.returned and not self._open:
+            self._listener = None  # it refers to this
         if self._replies:
             found, self._replies = self._replies, []
-            self._listener.replies(found)
+            listener.replies(found)
         if self.returned and not self._open:
-            self._listener.ended(None, True)
+            listener.ended(None, True)
 
     def fail(self, error: TritiumError, started: bool = True) -> None:
         """Nothing more will come, for this reason.
@@ -162,8 +165,9 @@ class Execution(AsyncIterator[Reply]):
             started: whether the model may have seen the batch.
         """
         self._error = error
-        if self._listener is not None and not self._closed:
-            self._listener.ended(error, started)
+        listener, self._listener = self._listener, None
+        if listener is not None and not self._closed:
+            listener.ended(error, started)
         self._wake()
 
     def _wake(self) -> None:

@@ -17,12 +17,12 @@ from tritium.errors import Code, TritiumError, invalid
 from tritium.serving import batch, warmup
 from tritium.serving.cache import Cache
 from tritium.serving.changes import followed
+from tritium.serving.direct import Submit
 from tritium.serving.dynamic import DynamicBatcher
 from tritium.serving.ensemble import EnsembleRunner
 from tritium.serving.instance import Instance
 from tritium.serving.limiter import RateLimiter
 from tritium.serving.memory import resident_bytes
-from tritium.serving.queue import Answer
 from tritium.serving.sequence import SequenceBatcher
 from tritium.serving.services import Services
 from tritium.serving.stats import ModelStats
@@ -190,18 +190,9 @@ class Instances(Backend):
             raise TritiumError(Code.UNAVAILABLE, f"model '{self.context.name}' is not loaded")
         return self._batcher.stream(request, timing, batch.rows_of(self._config, request))
 
-    @property
-    def direct(self) -> bool:
-        """Whether ``submit`` may be used: requests are independent of each other."""
-        return isinstance(self._batcher, DynamicBatcher)
-
-    def submit(
-        self, request: InferRequest, timing: Timing, rows: int, take: Callable[[Answer], None]
-    ) -> Callable[[], None]:
-        """``stream`` by callbacks; returns what cancels the request."""
-        if not isinstance(self._batcher, DynamicBatcher):
-            raise TritiumError(Code.UNAVAILABLE, f"model '{self.context.name}' is not loaded")
-        return self._batcher.submit(request, timing, rows, take)
+    def submitter(self) -> Submit | None:
+        """What takes requests by callbacks instead of ``stream``; None where requests depend on each other."""
+        return self._batcher.submit if isinstance(self._batcher, DynamicBatcher) else None
 
     def _make(self, place: _Place) -> Instance:
         services = self._surroundings.services

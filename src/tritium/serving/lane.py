@@ -54,6 +54,7 @@ class Lane:
         self._rerun = config.parameters.get(RERUN, "").lower() in ("1", "true", "yes")
         self._plain_inputs = not config.batch_inputs and all(spec.reshape is None for spec in config.inputs)
         self._plain_outputs = all(spec.reshape is None for spec in config.outputs)
+        self._simple = self._plain_outputs and not joined and not self._rerun
         self._held: Allowance | None = None
         self._closed = False
         # Batches that have not returned from the model, in order; and all that still owe an answer.
@@ -101,13 +102,13 @@ class Lane:
             jobs: one for each request; None where a request only fills a place.
             requests: as the model shall see them.
         """
-        if self.limited and self.allowance is not None:
+        if self.allowance is not None and self.allowance.needs:
             if not self.allowance.acquire():
                 return False
             self._held = self.allowance
         self.free = False
-        rows = [1 if job is None else job.rows for job in jobs]
         inside = self._inside
+        rows = [1 if job is None else job.rows for job in jobs]
         try:
             prepared = self._prepare(requests, rows)
             joined = [batch.join(self._config, prepared, rows)] if self._joined else prepared
@@ -126,7 +127,7 @@ class Lane:
         run = _Batch(self, running, jobs, rows, prepared, self._joined, self._config)
         self._batches.add(run)
         inside.append(run)
-        if inside[0] is run:
+        if len(inside) == 1:
             self._begin(run)
         self.free = len(inside) < self.depth
         running.listen(run)
@@ -141,8 +142,7 @@ class Lane:
     def _begin(self, run: _Batch) -> None:
         """The model sees the batch from now on."""
         run.begun = run.begin()
-        if run.begun:
-            self._stats.pending(-run.begun)
+        self._stats.waiting -= run.begun
 
     def _freed(self) -> None:
         """The instance has become ready, or a batch has returned from its model."""
@@ -163,11 +163,27 @@ class Lane:
         """Replies to a batch have come."""
         if not run.counted:
             self._count(run)
+        if self._simple and len(replies) == 1 and len(run.jobs) == 1 and self._reply_simply(run, replies[0]):
+            return
         for reply in replies:
             self._reply(run, reply)
 
+    def _reply_simply(self, run: _Batch, reply: Reply) -> bool:
+        """``_reply`` for the usual: the one final answer to the one request of a batch; False when it is not that."""
+        answer, job = reply.response, run.jobs[0]
+        if answer is None or answer.error is not None or not answer.final or job is None or job not in run.open:
+            return False
+        run.open.clear()
+        job.abort = None
+        self._owner.deliver(job, answer)
+        self._owner.done(self, job)
+        return True
+
     def ended(self, run: _Batch, error: TritiumError | None, started: bool) -> None:
         """Nothing more comes of a batch."""
+        if error is None and run.counted and not run.open:
+            self._batches.discard(run)
+            return
         if started:
             self._count(run, last=True)
         if error is not None and run in self._inside:

@@ -21,12 +21,12 @@ from tritium.serving.changes import on_device, same_load, seen_differently
 from tritium.serving.closing import closing, unexpected, unload_quietly
 from tritium.serving.config import render
 from tritium.serving.config_checks import check_config, without_effect
-from tritium.serving.direct import Direct, Done, none_came, too_many
+from tritium.serving.direct import Direct, Done, Submit, none_came, too_many
 from tritium.serving.ensemble import EnsembleRunner
 from tritium.serving.instances import Instances, Surroundings, make_backend
 from tritium.serving.model_files import keep_labels
 from tritium.serving.request_checks import check_request
-from tritium.serving.stats import ModelStats
+from tritium.serving.stats import ModelStats, observe
 from tritium.serving.tally import Tally
 from tritium.types import REPORT_COPIES, Copies, InferRequest, InferResponse
 
@@ -68,6 +68,7 @@ class Model:
         self._metrics = metrics
         self._surroundings = surroundings or Surroundings()
         self._memory: Memory | None = None
+        self._short: Submit | None = None
         self._backend: Backend | None = None
         self._reason = ""
         self._failed = False
@@ -131,6 +132,7 @@ class Model:
             raise self._not_loaded()
         self.created_s = int(time.time())
         self._memory = remember(self._surroundings.cache, self.config, self.context)
+        self._shorten(self._backend)
         self._count(self._backend)
         self.state = State.READY
 
@@ -171,10 +173,16 @@ class Model:
             was, self.context, self.config = self.config, context, config
             if self._memory is None or not config.response_cache:
                 self._memory = remember(self._surroundings.cache, config, context)
+            self._shorten(backend)
             if seen_differently(was, config):
                 self._count(backend)
 
         return apply
+
+    def _shorten(self, backend: Backend) -> None:
+        """Finds out whether requests may go to the batcher without a task of their own."""
+        plain = self._memory is None and not self.config.decoupled
+        self._short = backend.submitter() if plain and isinstance(backend, Instances) else None
 
     async def footprint(self, context: LoadContext) -> Footprint:
         """What a load of ``context`` is likely to take beside it."""
@@ -212,7 +220,7 @@ class Model:
             return
         self.retire()
         async with self._unloading:
-            backend, self._backend = self._backend, None
+            backend, self._backend, self._short = self._backend, None, None
             if backend is not None:
                 await unload_quietly(backend, self.name)
             self.state = State.UNAVAILABLE
@@ -245,13 +253,7 @@ class Model:
     @property
     def direct(self) -> bool:
         """Whether ``submit`` takes requests."""
-        return (
-            self.state is State.READY
-            and isinstance(self._backend, Instances)
-            and self._backend.direct
-            and self._memory is None
-            and not self.config.decoupled
-        )
+        return self._short is not None and self.state is State.READY
 
     def submit(self, request: InferRequest, done: Done, rows: int = 0) -> Callable[[], None] | None:
         """``infer`` without a task: ``done`` is called once with the answer or an error, perhaps before this returns.
@@ -265,15 +267,19 @@ class Model:
         Raises:
             TritiumError: the request does not fit the configuration, or is not taken.
         """
-        if not self.direct or request.trace is not None or REPORT_COPIES in request.parameters:
+        short = self._short
+        if (
+            short is None
+            or self.state is not State.READY
+            or request.trace is not None
+            or REPORT_COPIES in request.parameters
+        ):
             return None
-        backend = self._backend
-        assert isinstance(backend, Instances)
         rows = rows or check_request(self.config, request)
         direct = Direct(request, Tally(self.stats, rows, request.arrived_ns, Timing()), self._left, done)
         self._running += 1
         self._idle.clear()
-        return direct.start(self.name, self.version, backend.submit)
+        return direct.start(self.name, self.version, short)
 
     def _left(self) -> None:
         self._running -= 1
@@ -384,17 +390,5 @@ class Model:
 
     def _count(self, backend: Backend) -> None:
         """Begins to count; metrics of an earlier load of the same version begin anew, as in Triton."""
-        if self._metrics is None:
-            return
-        metrics = self._metrics.add_model(
-            self.name,
-            self.version,
-            "llm" if isinstance(backend, TextBackend) else "model",
-            tags=self.config.source.metric_tags,
-            cached=self.config.source.response_cache.enable,
-            decoupled=self.config.decoupled,
-        )
-        self.stats.attach(metrics)
-        if isinstance(backend, TextBackend):
-            for i in range(len(backend.engine_stats())):
-                metrics.watch(lambda i=i: backend.engine_stats()[i])
+        if self._metrics is not None:
+            self.stats.attach(observe(self._metrics, self.version, self.config, backend))

@@ -8,6 +8,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from tritium.backends import wire
@@ -121,7 +122,7 @@ class Process:
         assert self._pipe is not None
         self._batches += 1
         batch = self._batches
-        execution = Execution(len(requests), lambda index: self._cancel(batch, index))
+        execution = Execution(len(requests), partial(self._cancel, batch))
         self._running[batch] = execution
         self._left[batch] = len(requests)
         self._inside.append(execution)
@@ -154,7 +155,7 @@ class Process:
     # -- messages -------------------------------------------------------------------------------------------
 
     def _take(self, message: wire.FromHost) -> None:
-        if isinstance(message, wire.Replies):
+        if type(message) is wire.Replies:
             self._replies(message)
         elif isinstance(message, wire.Described | wire.Loaded | wire.Failed | wire.Stopped):
             if self._expected is not None and not self._expected.done():

@@ -14,9 +14,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from tritium.backends.base import Timing
+from tritium.backends.base import Backend, TextBackend, Timing
+from tritium.backends.config import ModelConfig
 from tritium.errors import LOST, Code
-from tritium.observability.metrics import FailureReason, ModelMetrics
+from tritium.observability.metrics import FailureReason, Metrics, ModelMetrics
 
 # How Triton files failures; a code that is not named here is OTHER.
 _REASONS: dict[Code, FailureReason] = {
@@ -39,7 +40,8 @@ class Duration:
     def add(self, ns: int) -> None:
         """One more, of that length."""
         self.count += 1
-        self.ns += max(0, ns)
+        if ns > 0:
+            self.ns += ns
 
 
 @dataclass(slots=True)
@@ -137,9 +139,13 @@ class ModelStats:
 
     def succeeded(self, rows: int, total_ns: int, timing: Timing) -> None:
         """A request of ``rows`` inferences was answered, ``total_ns`` after its arrival."""
-        total_ns = max(0, total_ns)
-        self.success.add(total_ns)
-        self.queue.add(timing.queue_ns)
+        if total_ns < 0:
+            total_ns = 0
+        success, queue = self.success, self.queue
+        success.count += 1
+        success.ns += total_ns
+        queue.count += 1
+        queue.ns += timing.queue_ns
         if timing.cache == "hit":
             self._from_cache(total_ns, timing)
             return
@@ -208,3 +214,19 @@ class _Reported:
             dict(stats.failures),
             (parts[0].ns, parts[1].ns, parts[2].ns, parts[3].ns, parts[4].ns),
         )
+
+
+def observe(metrics: Metrics, version: str, config: ModelConfig, backend: Backend) -> ModelMetrics:
+    """The series of one version of a model, with those of the engines where it is a language model."""
+    found = metrics.add_model(
+        config.name,
+        version,
+        "llm" if isinstance(backend, TextBackend) else "model",
+        tags=config.source.metric_tags,
+        cached=config.source.response_cache.enable,
+        decoupled=config.decoupled,
+    )
+    if isinstance(backend, TextBackend):
+        for index in range(len(backend.engine_stats())):
+            found.watch(lambda index=index: backend.engine_stats()[index])
+    return found

@@ -61,6 +61,8 @@ class ServerSettings:
             with that value; may be repeated.
         reuse_http_port: share the HTTP port with other servers.
         reuse_grpc_port: share the gRPC port with other servers.
+        grpc_core: serve gRPC with the grpcio package instead of Tritium's own HTTP/2 server; slower, and used anyway
+            for TLS and compressed answers.
         grpc_use_ssl: TLS on the gRPC port.
         grpc_use_ssl_mutual: TLS on the gRPC port that wants a certificate of the client.
         grpc_server_cert: file with the server's certificate (PEM).
@@ -128,6 +130,7 @@ class ServerSettings:
     grpc_restricted_protocol: tuple[str, ...] = ()
     reuse_http_port: bool = False
     reuse_grpc_port: bool = False
+    grpc_core: bool = False
     grpc_use_ssl: bool = False
     grpc_use_ssl_mutual: bool = False
     grpc_server_cert: str = ""

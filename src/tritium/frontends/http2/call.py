@@ -96,7 +96,9 @@ class Call:
         "window",
     )
 
-    def __init__(self, connection: Connection, number: int, opening: Opening, window: int) -> None:
+    def __init__(
+        self, connection: Connection, number: int, opening: Opening, window: int, *, ended: bool = False
+    ) -> None:
         self._connection = connection
         self.number = number
         self.opening = opening
@@ -110,7 +112,7 @@ class Call:
         self._message: memoryview | None = None
         self._filled = 0
         self._compressed = False
-        self._ended = False
+        self._ended = ended
         self._messages: deque[Buffer] = deque()
         self._changed: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None

@@ -286,7 +286,8 @@ class Connection(Sender, asyncio.BufferedProtocol):
             if self._leaving or len(self.calls) >= self.service.max_streams:
                 self.write(frame(wire.RST_STREAM, 0, number, struct.pack(">I", wire.REFUSED_STREAM)))
                 return
-            call = self.calls[number] = Call(self, number, opening, self._initial_window)
+            ended = bool(flags & wire.END_STREAM)
+            call = self.calls[number] = Call(self, number, opening, self._initial_window, ended=ended)
             call.start()
         elif not flags & wire.END_STREAM:
             raise WireError(wire.PROTOCOL_ERROR, "HEADERS in the middle of a call")
@@ -298,6 +299,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
             raise WireError(wire.PROTOCOL_ERROR if len(payload) == 4 else wire.FRAME_SIZE_ERROR, "RST_STREAM")
         call = self.calls.pop(stream, None)
         if call is not None:
+            self._stalled.pop(stream, None)
             call.close()
             self._resets += 1
             if self._resets > 2 * self.service.max_streams:

@@ -34,6 +34,8 @@ class Sender:
         self._max_frame = 16384
         self._blocked = self._leaving = False
         self._resets = 0
+        # Calls with something to send for which the client has had no room.
+        self._stalled: dict[int, Call] = {}
 
     def write(self, data: bytes) -> None:
         """Sends bytes."""
@@ -84,9 +86,12 @@ class Sender:
         self._end(call)
 
     def _pump(self) -> None:
-        for call in list(self.calls.values()):
-            if call.unsent or call.trailers is not None:
-                self._flush(call)
+        """There is room again."""
+        if self._stalled:
+            stalled, self._stalled = self._stalled, {}
+            for call in stalled.values():
+                if not call.over:
+                    self._flush(call)
 
     def _flush(self, call: Call) -> None:
         """Sends what the client has room for."""
@@ -110,8 +115,10 @@ class Sender:
             self._transport.writelines(out)
         if call.trailers is not None and not call.unsent:
             self._end(call)
-        else:
-            call.sent()
+            return
+        if call.unsent:
+            self._stalled[call.number] = call
+        call.sent()
 
     def _trailers(self, call: Call) -> bytes:
         assert call.trailers is not None
@@ -127,6 +134,7 @@ class Sender:
             # It need not send the rest.
             self.write(frame(wire.RST_STREAM, 0, call.number, struct.pack(">I", wire.NO_ERROR)))
         self.calls.pop(call.number, None)
+        self._stalled.pop(call.number, None)
         self._resets = max(0, self._resets - 1)
         call.close()
         self._emptied()

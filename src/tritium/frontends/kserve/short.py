@@ -128,16 +128,17 @@ class ShortInfer:
 
     Args:
         max_body_bytes: requests with larger bodies take the long way, to their refusal.
+        closed: all requests do.
     """
 
-    def __init__(self, server: Server, shared: Shared, max_body_bytes: int) -> None:
+    def __init__(self, server: Server, shared: Shared, max_body_bytes: int, *, closed: bool = False) -> None:
         self._server = server
         self._regions = shared.regions
         self._max_body_bytes = max_body_bytes
         self._heads: dict[bytes, Head | None] = {}
         self._forms: dict[tuple[str, str, int, bytes], Form] = {}
-        # The operator wants something of headers.
-        self.closed = bool(shared.http_access) or shared.http_headers is not None
+        # The operator may want something of headers.
+        self.closed = closed or bool(shared.http_access) or shared.http_headers is not None
 
     def head(self, raw: bytes) -> Head | None:
         """The head of a request; None when it must take the long way."""
