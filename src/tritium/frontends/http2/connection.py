@@ -301,9 +301,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         if call is not None:
             self._stalled.pop(stream, None)
             call.close()
-            self._resets += 1
-            if self._resets > 2 * self.service.max_streams:
-                raise WireError(wire.ENHANCE_YOUR_CALM, "too many calls were given up")
+            self._care.given_up(self.service.max_streams)
             self._emptied()
 
     def _settings(self, flags: int, stream: int, payload: memoryview) -> None:

@@ -33,7 +33,6 @@ class Sender:
         self._window = 65535
         self._max_frame = 16384
         self._blocked = self._leaving = False
-        self._resets = 0
         # Calls with something to send for which the client has had no room.
         self._stalled: dict[int, Call] = {}
 
@@ -135,7 +134,6 @@ class Sender:
             self.write(frame(wire.RST_STREAM, 0, call.number, struct.pack(">I", wire.NO_ERROR)))
         self.calls.pop(call.number, None)
         self._stalled.pop(call.number, None)
-        self._resets = max(0, self._resets - 1)
         call.close()
         self._emptied()
 
