@@ -241,6 +241,8 @@ async def _serve(
         # What was made while loading lives as long as we do: keep the collector from walking it in every pass.
         gc.collect()
         gc.freeze()
+        # Whole passes are put off until what is new is a quarter of what the last one saw, the frozen included.
+        gc.collect()
         names = served_names(settings.model, settings.served_model_name) if settings.model is not None else ()
         in_force = with_facts(effective, urls, names)
         print(banner(server, urls, in_force, time.monotonic() - begun), flush=True)

@@ -61,6 +61,10 @@ class Connection(HttpToolsProtocol):
         """The connection is gone."""
         self._stop_head_timer()
         super().connection_lost(exc)
+        # They refer to us: without this every connection waits for the garbage collector.
+        self.front = None
+        if self.cycle is not None and self.cycle.response_complete:
+            self.cycle = None  # type: ignore[assignment]
 
     @property
     def quiet(self) -> bool:

@@ -201,6 +201,8 @@ def main() -> None:
     # What was made while loading lives as long as we do: keep the collector from walking it in every pass.
     gc.collect()
     gc.freeze()
+    # Whole passes are put off until what is new is a quarter of what the last one saw, the frozen included.
+    gc.collect()
     engine.run()
     link.close()
 
