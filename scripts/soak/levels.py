@@ -21,6 +21,7 @@ class Levels:
 
     Attributes:
         memory: bytes, shared pages counted by their share (PSS).
+        descriptors: but those of shared memory: each end of a segment, and each to which it was lent, has one.
         segments: anonymous shared-memory files that are mapped.
         files: entries of /dev/shm.
     """
@@ -34,13 +35,20 @@ class Levels:
     def growth(self, before: Levels, memory_limit: int) -> list[str]:
         """What has grown beyond what an allocator, a pool or a retried connection may keep."""
         limits = {"memory": memory_limit, "segments": 2 * self.processes, "files": 0, "processes": 0}
-        # Each end of a segment that is kept for the next large tensor holds a descriptor.
-        limits["descriptors"] = 16 + 2 * max(0, self.segments - before.segments)
+        limits["descriptors"] = 16
         return [
             f"{name} grew from {getattr(before, name)} to {getattr(self, name)}"
             for name, limit in limits.items()
             if getattr(self, name) - getattr(before, name) > limit
         ]
+
+
+def target(pid: int, fd: str) -> str:
+    """What a descriptor stands for; "" when it is closed by now."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{fd}")
+    except OSError:
+        return ""
 
 
 def measure(server: int) -> Levels:
@@ -51,7 +59,7 @@ def measure(server: int) -> Levels:
         with contextlib.suppress(OSError):
             text = Path(f"/proc/{pid}/smaps_rollup").read_text()
             memory += 1024 * sum(int(n) for n in re.findall(r"^Pss:\s+(\d+)", text, re.M))
-            descriptors += len(os.listdir(f"/proc/{pid}/fd"))
+            descriptors += sum("/memfd:" not in target(pid, fd) for fd in os.listdir(f"/proc/{pid}/fd"))
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 if "/memfd:" in line:
                     segments.add(line.split()[4])
