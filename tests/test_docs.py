@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Flags of other programs, which the pages name as such.
 FOREIGN = {"--no-deps", "--runs", "--workloads", "--check", "--help", "--config", "--ulimit"}
+FOREIGN |= {"--rounds", "--seconds", "--only"}
 # Flags that a page says are not there.
 REFUSED = {"--trace-file", "--trace-level"}
 
