@@ -23,6 +23,7 @@ FOREIGN = {"--no-deps", "--runs", "--workloads", "--check", "--help", "--config"
 # Those of perf_analyzer.
 FOREIGN |= {"--concurrency-range", "--request-rate-range", "--shape", "--streaming", "--input-data", "--shared-memory"}
 FOREIGN |= {"--output-shared-memory-size", "--measurement-mode"}
+FOREIGN |= {"--rounds", "--seconds", "--only"}
 # Flags that a page says are not there.
 REFUSED = {"--trace-file", "--trace-level"}
 

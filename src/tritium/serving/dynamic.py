@@ -22,7 +22,7 @@ from tritium.serving.stats import ModelStats
 from tritium.types import InferRequest, InferResponse
 
 # Batches that an instance gets at a time, where that decides nothing.
-DEPTH = 4
+DEPTH = 8
 
 
 def _alone(request: InferRequest) -> Hashable:
@@ -183,7 +183,20 @@ class DynamicBatcher:
 
     # -- inside ---------------------------------------------------------------------------------------------
 
+    def _serve_alone(self) -> None:
+        """``_serve`` where each request is a batch: nothing is compared, and nobody's wait runs out."""
+        queue = self._queue
+        for lane in self.lanes:
+            while lane.free and len(queue):
+                job = queue.pop()
+                if not lane.start((job,), (job.request,)):
+                    queue.put_back(job)
+                    break
+
     def _serve(self) -> None:
+        if self._batching is None:
+            self._serve_alone()
+            return
         now_ns = time.monotonic_ns()
         for job in self._queue.expire(now_ns):
             self._drop(job, timed_out())

@@ -192,6 +192,15 @@ class Queue:
         self._levels[job.level].on_time.appendleft(job)
         self._size += 1
 
+    def pop(self) -> Job:
+        """Takes the first job out; there must be one."""
+        for level in self._levels.values():
+            for jobs in (level.on_time, level.late):
+                if jobs:
+                    self._size -= 1
+                    return jobs.popleft()
+        raise IndexError("the queue is empty")
+
     def remove(self, job: Job) -> None:
         """Takes a job out, wherever it stands; one that is not in it is no error."""
         level = self._levels[job.level]

@@ -139,6 +139,18 @@ class Call:
         if self._message is not None and self._filled == len(self._message):
             self._whole()
 
+    def take_only(self, payload: memoryview) -> bool:
+        """Takes the one message of a call that is a payload as a whole and plain; False when it is anything else."""
+        size = len(payload) - 5
+        if self._messages or self._part or self._message is not None or self._ended or self.over:
+            return False
+        if not 0 <= size <= self._connection.service.max_message_bytes or payload[0]:
+            return False
+        if int.from_bytes(payload[1:5], "big") != size:
+            return False
+        self._messages.append(bytes(payload[5:]))
+        return True
+
     def feed(self, chunk: memoryview) -> None:
         """Bytes of messages, each behind a flag and its length."""
         while chunk and not self.over:

@@ -177,6 +177,9 @@ class Connection(Sender, asyncio.BufferedProtocol):
             length = high << 8 | low
             if kind == wire.DATA and not flags & wire.PADDED:
                 at += 9
+                if flags & wire.END_STREAM and length <= end - at and self._whole(stream, data[at : at + length]):
+                    at += length
+                    continue
                 self._begin_data(length, flags, stream & 0x7FFFFFFF)
                 continue
             if length > (MAX_FRAME if kind == wire.DATA else _MAX_CONTROL):
@@ -186,6 +189,16 @@ class Connection(Sender, asyncio.BufferedProtocol):
             self._frame(kind, flags, stream & 0x7FFFFFFF, data[at + 9 : at + 9 + length])
             at += 9 + length
         return at
+
+    def _whole(self, stream: int, payload: memoryview) -> bool:
+        """The usual: all that a client sends on a call comes in one frame; False when it is not that."""
+        call = self.calls.get(stream)
+        if call is None or self._block is not None or call.crowded or not call.take_only(payload):
+            return False
+        self._call = None
+        self._took(len(payload))
+        call.end()
+        return True
 
     def _frame(self, kind: int, flags: int, stream: int, payload: memoryview) -> None:
         if self._block is not None and (kind != wire.CONTINUATION or stream != self._block[0]):

@@ -49,15 +49,7 @@ class Sender:
             call.finish(OK)
             return
         self._window -= size + 5
-        number = call.number
-        head, trailers = self._writer.begin(), self._writer.end()
-        front = b"%b%b%b\0%b" % (
-            frame_head(len(head), wire.HEADERS, wire.END_HEADERS, number),
-            head,
-            frame_head(size + 5, wire.DATA, 0, number),
-            size.to_bytes(4, "big"),
-        )
-        back = frame_head(len(trailers), wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, number) + trailers
+        front, back = self._writer.around(call.number, size)
         self._care.sent()
         if size > _JOIN_BYTES:
             self._transport.writelines([front, *parts, back])

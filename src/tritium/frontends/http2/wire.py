@@ -24,6 +24,9 @@ MAX_HEADER_LIST_SIZE = 6
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_HEAD = struct.Struct(">HBBBI")
 LARGEST_WINDOW = (1 << 31) - 1
+# The two ends of an answer whose headers the client's table has: HEADERS and the beginning of DATA; the trailers.
+_FRONT = struct.Struct(">HBBBI3sHBBBIBI")
+_BACK = struct.Struct(">HBBBIc")
 
 _CONTENT = (b"content-type", b"application/grpc")
 _ACCEPT = (b"grpc-accept-encoding", b"identity, deflate, gzip")
@@ -121,6 +124,21 @@ class HeadWriter:
             self._known = 3
             return _literal(b"grpc-status", b"0", kind=b"\x40")
         return b"\xbe"
+
+    def around(self, number: int, size: int) -> tuple[bytes, bytes]:
+        """What comes before and behind the only message of an answer that went well."""
+        if self._known == 3:
+            length = size + 5
+            return (
+                _FRONT.pack(
+                    *(0, 3, HEADERS, END_HEADERS, number, b"\x88\xc0\xbf"),
+                    *(length >> 8, length & 255, DATA, 0, number, 0, size),
+                ),
+                _BACK.pack(0, 1, HEADERS, END_HEADERS | END_STREAM, number, b"\xbe"),
+            )
+        front = frame(HEADERS, END_HEADERS, number, self.begin()) + frame_head(size + 5, DATA, 0, number)
+        back = frame(HEADERS, END_HEADERS | END_STREAM, number, self.end())
+        return front + b"\0" + size.to_bytes(4, "big"), back
 
     def fail(self, status: int, message: str, more: Iterable[tuple[str, str | bytes]], *, alone: bool) -> bytes:
         """The trailers of an answer that went wrong; ``alone``: no head came before them."""
