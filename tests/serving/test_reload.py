@@ -16,6 +16,7 @@ from tritium.backends.base import Footprint
 from tritium.backends.config import DynamicBatching, Oldest, SequenceBatching
 from tritium.errors import Code
 from tritium.serving import swap
+from tritium.serving.dynamic import DEPTH
 from tritium.serving.memory import Free
 from tritium.serving.server import Server
 from tritium.types import InferRequest, SequenceRef
@@ -92,20 +93,21 @@ async def test_batching_and_queues_change_under_requests_that_wait(repository: P
         before = await pid(server)
         running = asyncio.create_task(server.infer(ask(sleep=0.3)))
         await asyncio.sleep(0.1)
-        waiting = [asyncio.create_task(server.infer(ask(id=str(n)))) for n in range(6)]
+        waiting = [asyncio.create_task(server.infer(ask(id=str(n)))) for n in range(DEPTH + 2)]
         await asyncio.sleep(0.05)
         write(repository, "dynamic_batching { default_queue_policy { max_queue_size: 2 } preserve_ordering: true }")
         await server.load("demo")
         # They were let in under the old rules; a new one finds the queue full.
         assert (await refused(server.infer(ask()))).message.endswith("Exceeds maximum queue size")
         answers = await asyncio.gather(running, *waiting)
-        assert len(answers) == 7
+        assert len(answers) == DEPTH + 3
         assert await pid(server) == before
         config = server.model_config("demo")
         assert isinstance(config.batching, DynamicBatching) and config.batching.preserve_order
         assert config.to_json()["dynamic_batching"]["preferred_batch_size"] == [4]
-        # The first ran alone, the others together: two executions more, beside the two that asked for the pid.
-        assert server.statistics("demo")[0].execution_count == 7
+        # The first ran alone, and so did those that waited in front of the instance; the other three had not left the
+        # queue and ran together. Two more asked for the pid.
+        assert server.statistics("demo")[0].execution_count == DEPTH + 1 + 2
     assert said == ["settings applied, weights kept"]
 
 
