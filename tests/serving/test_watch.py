@@ -95,7 +95,7 @@ async def test_requests_under_way_do_not_notice(repository: Path) -> None:
             while not done.is_set():
                 assert (await server.infer(request("echo"))).error is None
                 count += 1
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)  # the rescan needs the processor too
             return count
 
         clients = [asyncio.create_task(ask()) for _ in range(4)]
