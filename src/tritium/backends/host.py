@@ -108,7 +108,7 @@ class Host:
         """Writes a line into the server's log, if lines of that level are wanted."""
         self.pipe.look()
         if self._logging is None or self._logging.passes(level):
-            self.pipe.send(wire.Log(level, message))
+            self.pipe.send(wire.Log(level, wire.sendable(message)))
 
     def change(self, metric: int, action: str, value: float) -> None:
         """Moves a metric."""
@@ -175,7 +175,7 @@ class Host:
                 self.pipe.send(wire.Loaded())
                 self._serve(backend)
         except TritiumError as error:
-            self.pipe.send(wire.Failed(error.code.value, error.message))
+            self.pipe.send(wire.Failed(*wire.told(error)))
         except BrokenPipe:
             return 1
         finally:
@@ -302,6 +302,7 @@ def main() -> int:
     arguments = parser.parse_args()
     follow_parent(arguments.parent)
     host = Host(socket.socket(fileno=arguments.fd))
+    os.register_at_fork(after_in_child=host.pipe.forsake)
     try:
         return host.run()
     except BrokenPipe:

@@ -22,6 +22,7 @@ from tritium.backends.pb_types import (
     TritonError,
     TritonModelException,
 )
+from tritium.backends.wire import sendable
 from tritium.errors import TritiumError
 from tritium.types import NO_TRACE, InferRequest, InferResponse, Parameter, RequestedOutput, SequenceRef, TraceRef
 
@@ -56,13 +57,19 @@ def checked_parameters(given: Mapping[str, Any] | None) -> dict[str, Parameter]:
     """Parameters of a request or response.
 
     Raises:
-        TritonModelException: a key is no text, or a value neither text, number nor truth value.
+        TritonModelException: a key is no text, or a value neither text, number nor truth value, or one of them has no
+            form on the wire.
     """
     for key, value in (given or {}).items():
         if not isinstance(key, str):
             raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
         if not isinstance(value, bool | int | float | str):
             raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+            raise TritonModelException(f"parameter '{key}' is {value}, expected a number of 64 bits")
+        for text in (key, value):
+            if isinstance(text, str) and sendable(text) != text:
+                raise TritonModelException(f"parameter {key!r} is {value!r}, expected text that UTF-8 has a form for")
     return dict(given or {})
 
 

@@ -6,6 +6,7 @@ The host process has one model and one way to the server, so that way is kept he
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Protocol
@@ -47,8 +48,13 @@ class _Connection:
 
 
 def connect(server: Server) -> None:
-    """Makes this process's models talk to that server."""
+    """Makes this process's models talk to that server; not those that they fork off."""
     _Connection.server = server
+    os.register_at_fork(after_in_child=_disconnect)
+
+
+def _disconnect() -> None:
+    _Connection.server = None
 
 
 def server() -> Server:

@@ -296,7 +296,7 @@ def pack_response(index: int, response: InferResponse, arena: Arena, failed: boo
         index,
         [pack_tensor(tensor, arena) for tensor in response.outputs],
         response.parameters,
-        None if error is None else (error.code.value, error.message),
+        None if error is None else told(error),
         failed,
         response.final,
         response.empty,
@@ -321,6 +321,16 @@ def unpack_response(response: Response, arena: Arena) -> InferResponse:
 def rescheduled(index: int) -> Response:
     """Word that a request shall run again."""
     return Response(index, [], {}, None, False, False, True, True)
+
+
+def told(error: TritiumError) -> tuple[str, str]:
+    """An exception as code and message."""
+    return error.code.value, sendable(error.message)
+
+
+def sendable(text: str) -> str:
+    """A text that has a form in UTF-8: lone surrogates, as in names of files that are none, are written out."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_of(error: tuple[str, str]) -> TritiumError:

@@ -146,6 +146,12 @@ class AsyncPipe(Generic[Received]):
             if not self._closed:
                 self._leave(gathered)
 
+    def shut(self) -> None:
+        """Nothing more comes or goes; ``on_end`` follows behind what has arrived already."""
+        if not self._closed:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Gives the end up, without ``on_end``."""
         if self._closed:
@@ -219,6 +225,11 @@ class ThreadPipe(Generic[Received]):
             raise BrokenPipe(str(error)) from error
         finally:
             close_all(fds)
+
+    def forsake(self) -> None:
+        """In a process forked off this one: the pipe is that one's alone."""
+        self._closed = True
+        self._socket.close()
 
     def wait(self, done: Callable[[], bool]) -> None:
         """Returns when ``done()``, which is asked after every message and every ``nudge``.

@@ -55,6 +55,7 @@ class Process:
         self._child: asyncio.subprocess.Process | None = None
         self._pipe: AsyncPipe[wire.FromHost] | None = None
         self._client: Client | None = None
+        self._exit: asyncio.Task[None] | None = None
         self._expected: asyncio.Future[wire.FromHost] | None = None
         self._probes: dict[int, asyncio.Future[bool]] = {}
         self._running: dict[int, Execution] = {}
@@ -92,6 +93,13 @@ class Process:
         self._client = Client(self._model, self._services, self._pipe, self._trace)
         self._pipe.send(wire.Logging(logs.state()))
         self._unfollow = logs.follow(self._log_like)
+        self._exit = asyncio.create_task(self._watch(self._child, self._pipe))
+
+    @staticmethod
+    async def _watch(child: asyncio.subprocess.Process, pipe: AsyncPipe[wire.FromHost]) -> None:
+        """Its death ends the pipe, even if a process that the model forked still holds the other end."""
+        await child.wait()
+        pipe.shut()
 
     def _log_like(self, state: logs.LogState) -> None:
         if self._pipe is not None:
@@ -121,15 +129,15 @@ class Process:
         """Runs a batch; the caller has looked that it may."""
         assert self._pipe is not None
         self._batches += 1
-        batch = self._batches
+        batch, arena = self._batches, self._pipe.arena
+        # First what may fail (there may be no memory, or no descriptor left): a batch that never left is not inside.
+        self._pipe.send(wire.Execute(batch, [wire.pack_request(request, arena) for request in requests]))
         execution = Execution(len(requests), partial(self._cancel, batch))
         self._running[batch] = execution
         self._left[batch] = len(requests)
         self._inside.append(execution)
         if any(request.copies is not None or request.trace is not None for request in requests):
             self._notes[batch] = [_Note(request.copies, request.trace) for request in requests]
-        arena = self._pipe.arena
-        self._pipe.send(wire.Execute(batch, [wire.pack_request(request, arena) for request in requests]))
         return execution
 
     def _cancel(self, batch: int, index: int) -> None:

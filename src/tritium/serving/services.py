@@ -12,7 +12,7 @@ from tritium.backends import wire
 from tritium.errors import Code, TritiumError, invalid
 from tritium.ipc.pipe import AsyncPipe
 from tritium.observability import logs
-from tritium.observability.metrics import Metrics
+from tritium.observability.metrics import Metrics, check_labels
 from tritium.observability.series import Family, Histogram, Value
 from tritium.observability.tracing import Trace
 from tritium.types import NO_TRACE, REPORT_COPIES, Copies, InferResponse
@@ -173,6 +173,7 @@ class Client:
         if family is None:
             # Nobody reads it, but the model reads it back.
             return Value() if bounds is None else Histogram(bounds)
+        labels = check_labels(labels)
         return family.value(labels) if bounds is None else family.histogram(labels, bounds)
 
     def _change(self, metric: int, action: str, value: float) -> None:
