@@ -6,12 +6,21 @@ README).
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tritium.backends.pytorch_call import Argument, Call, describe_program, describe_script, is_program, positions
+from tritium.backends.pytorch_call import (
+    Argument,
+    Call,
+    describe_program,
+    describe_script,
+    holds_libraries,
+    is_program,
+    positions,
+)
 from tritium.backends.runtime import RuntimeBackend, is_cpu_build, require
 from tritium.backends.signature import Declared, ModelTensor, Signature, declared_inputs, declared_outputs
 from tritium.errors import Code, TritiumError, invalid
@@ -58,6 +67,7 @@ class PyTorchBackend(RuntimeBackend):
             # Of TorchScript as such, which the owner of the model has chosen.
             warnings.simplefilter("ignore", DeprecationWarning)
             if is_program(path):
+                _refuse_code(path)
                 program = torch.export.load(str(path))
                 if self._device not in (None, "cpu"):
                     program = torch.export.passes.move_to_device_pass(program, self._device)
@@ -219,6 +229,25 @@ class PyTorchBackend(RuntimeBackend):
         if tensor.dtype is torch.bfloat16:
             return Tensor.from_numpy(name, tensor.view(torch.uint16).numpy(), DType.BF16)
         return Tensor.from_numpy(name, tensor.numpy())
+
+
+def _refuse_code(path: Path) -> None:
+    """Makes torch read a program as data, never as code.
+
+    ``torch.export.load`` first reads weights and examples as data, but what is refused then it reads again as pickles,
+    which run anything (the variable outranks that; the process has no other model in it), and it opens compiled
+    libraries beside the program, for which there is no use here.
+
+    Raises:
+        TritiumError: INVALID_ARGUMENT for a file with such libraries.
+    """
+    if holds_libraries(path):
+        raise invalid(
+            f"'{path.name}' holds libraries compiled by AOTInductor, expected a program saved by torch.export.save",
+            param="default_model_filename",
+        )
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
 
 
 def _check_texts(

@@ -71,6 +71,14 @@ def is_program(path: Path) -> bool:
         return any(name.rpartition("/")[2] == "archive_format" for name in archive.namelist())
 
 
+def holds_libraries(path: Path) -> bool:
+    """Whether a program comes with compiled libraries (torch.export.pt2_archive: ``data/aotinductor/``)."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any("data/aotinductor/" in name for name in archive.namelist())
+
+
 def describe_script(module: Any, model: str) -> Call:
     """The call of a TorchScript module: names, but neither types nor shapes.
 
