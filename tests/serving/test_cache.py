@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.serving.support import serving, touch
 from tritium.backends.base import Timing
 from tritium.errors import Code, TritiumError
 from tritium.serving.cache import ENTRY_BYTES, LocalCache, Memory, key_of, parse_cache_config, salt_of
-from tritium.types import InferRequest, InferResponse, RequestedOutput, Tensor
+from tritium.types import InferRequest, InferResponse, RequestedOutput, SequenceRef, Tensor
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 300)), max_size=60))
@@ -164,3 +165,11 @@ async def test_a_model_with_a_cache(repository: Path):
         await server.load("echo")
         await server.infer(echo_request())
         assert len(Echo.made[1].seen) == 1
+
+
+async def test_requests_of_a_sequence_are_never_answered_from_it(repository: Path):
+    write_model(repository, "echo", ECHO + "response_cache { enable: true }")
+    async with serving(repository, cache=LocalCache(1 << 20)) as server:
+        for _ in range(2):
+            await server.infer(replace(echo_request(), sequence=SequenceRef(7, start=True)))
+        assert len(Echo.made[0].seen) == 2

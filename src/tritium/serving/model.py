@@ -317,7 +317,8 @@ class Model:
         if not isinstance(backend, Instances) and isinstance(self.config.batching, DynamicBatching):
             # Who schedules itself has a queue of its own, with one policy.
             request.timeout_us = self.config.batching.policy.wait_us(request.timeout_us)
-        if self._memory is None:
+        if self._memory is None or request.sequence is not None:
+            # What answers a request of a sequence depends on those before it, also in a step of an ensemble.
             return backend.stream(request, timing)
         return self._memory.answers(request, timing, lambda: backend.stream(request, timing))
 
