@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
-from tests.serving.fakes import ECHO, request, write_model
+from tests.serving.fakes import ECHO, Echo, request, write_model
 from tests.serving.support import refused, serving, until
 from tritium.errors import Code
 
@@ -81,3 +82,17 @@ async def test_ensembles_of_each_other(repository: Path):
     async with serving(repository, control="explicit") as server:
         assert (await refused(server.load("pair"))).code is Code.INVALID_ARGUMENT
         assert "circular dependency between ensembles: pair -> a -> pair" in server.failures()["a"]
+
+
+async def test_draining_lets_an_ensemble_take_its_remaining_steps(repository: Path):
+    write_pair(repository)
+    async with serving(repository, control="explicit", load_models=["pair"]) as server:
+        running = asyncio.create_task(server.infer(request("pair", hang=1)))
+        await until(lambda: any(made.seen for made in Echo.made))
+        drain = asyncio.create_task(server.drain(5))
+        await until(lambda: server.draining)
+        assert (await refused(server.infer(request("b")))).code is Code.UNAVAILABLE
+        for made in Echo.made:
+            made.gate.set()
+        assert (await running).outputs[0].numpy().tolist() == [[0, 1]]
+        await drain

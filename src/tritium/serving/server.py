@@ -105,7 +105,8 @@ class Server:
             namespacing=namespacing,
             auto_complete=auto_complete,
         )
-        services = Services(self.infer_stream, self.load, self.unload, self.model_healthy, metrics)
+        # Steps of requests that were let in go on while the server drains.
+        services = Services(self._step, self.load, self.unload, self.model_healthy, metrics)
         if cache is not None and metrics is not None:
             metrics.watch_cache(lambda: cache.stats)
         self._cache = cache
@@ -377,6 +378,9 @@ class Server:
 
     def _model(self, name: str, version: str) -> Model:
         return self._catalog.find(self._other_names.get(name, name), version)
+
+    def _step(self, request: InferRequest) -> AsyncGenerator[InferResponse]:
+        return self._model(request.model, request.version).stream(request)
 
     def _refuse_when_draining(self) -> None:
         if self._draining:

@@ -27,7 +27,7 @@ class Services:
     """The server, as models see it.
 
     Attributes:
-        call: ``Server.infer_stream``.
+        call: ``Server.infer_stream``, which does not refuse while the server drains.
         load: ``Server.load``: name, configuration in JSON, contents of files.
         unload: ``Server.unload``: name, with its dependents.
         ready: ``Server.model_healthy``: name, version.
