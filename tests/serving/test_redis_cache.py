@@ -245,6 +245,19 @@ async def test_a_password_and_a_user(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 @needs_redis
+async def test_more_questions_than_connections_are_no_fault_of_redis(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(redis.option(pool_size=1, wait_timeout=1)) as cache:
+        entry = bytes(1 << 20)
+        await cache.put(b"busy", entry)
+        found = await asyncio.gather(*(cache.get(b"busy") for _ in range(60)))
+        assert entry in found and None in found
+        assert await cache.get(b"busy") == entry
+    assert "does not answer" not in caplog.text
+
+
+@needs_redis
 async def test_a_full_redis_is_no_reason_to_fail(tmp_path: Path) -> None:
     mine = RedisServer(tmp_path, "--maxmemory", "2mb", "--maxmemory-policy", "noeviction").start()
     try:

@@ -120,6 +120,9 @@ class RedisCache:
         self._where = f"{settings.host}:{settings.port}"
         parts = ("wait_timeout", "connect_timeout", "socket_timeout")
         self._limit_s = sum(settings.seconds(name) for name in parts)
+        # Turns at the connections: who gets none in time goes on without, and that is no fault of Redis.
+        self._turns = asyncio.Semaphore(settings.pool_size)
+        self._wait_s = settings.seconds("wait_timeout")
         self._resting_until = 0.0
         self._down = False
 
@@ -154,6 +157,19 @@ class RedisCache:
         """The answer to a command; None when there is none."""
         if time.monotonic() < self._resting_until:
             return None
+        if self._turns.locked():
+            try:
+                await asyncio.wait_for(self._turns.acquire(), self._wait_s)
+            except TimeoutError:
+                return None
+        else:
+            await self._turns.acquire()
+        try:
+            return None if time.monotonic() < self._resting_until else await self._say(command, *arguments)
+        finally:
+            self._turns.release()
+
+    async def _say(self, command: Any, *arguments: bytes) -> Any:
         from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
         try:
@@ -166,7 +182,7 @@ class RedisCache:
             self._fail(error, rest=True)
         else:
             if self._down:
-                self._down = False
+                self._down, self._resting_until = False, 0.0
                 _log.info("the response cache answers again", redis=self._where)
             return answer
         return None
