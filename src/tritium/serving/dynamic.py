@@ -178,6 +178,8 @@ class DynamicBatcher:
     def crashed(self, lane: Lane, jobs: Sequence[Job]) -> None:
         """Jobs run again, before those that came later."""
         for job in reversed(jobs):
+            # The rules may be others than those it came under.
+            job.level, job.shape = self._level(job.request), self._shape(job.request)
             self._queue.put_back(job)
         self.kick()
 

@@ -189,6 +189,9 @@ class Queue:
     def put_back(self, job: Job) -> None:
         """Takes a job in again that did not get its execution; it is the next of its level."""
         job.phase = Phase.WAITING
+        if job.expires_ns and job.timing.queue_ns and all(one is not job for _, _, one in self._expiries):
+            # It has run, and what was to end its wait is gone.
+            heapq.heappush(self._expiries, (job.expires_ns, job.number, job))
         self._levels[job.level].on_time.appendleft(job)
         self._size += 1
 
