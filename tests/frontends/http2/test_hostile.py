@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import struct
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import unquote
@@ -168,3 +170,80 @@ async def test_a_status_message_has_an_end(world: World) -> None:
         assert trailers["grpc-status"] == "5" and len(trailers["grpc-message"]) <= wire.MAX_STATUS_BYTES
         text = unquote(trailers["grpc-message"], errors="strict")
         assert ("100% é\n" * times).startswith(text.removesuffix("...")) and text.endswith("...") == (times > 3)
+
+
+async def test_a_call_may_wait_to_read_and_to_write_at_the_same_time(world: World) -> None:
+    read: list[bytes] = []
+
+    async def both(messages: AsyncIterator[bytes], context: Any) -> None:
+        async def take() -> None:
+            read.extend([message async for message in messages])
+
+        taking = asyncio.create_task(take())
+        await asyncio.sleep(0)
+        for _ in range(20):
+            await context.write(bytes(10_000))
+        await taking
+
+    world.methods.each = both  # type: ignore[method-assign,assignment]
+    world.server._handlers[:] = [world.methods.handlers()]
+    raw = await world.raw({wire.INITIAL_WINDOW_SIZE: 0})
+    raw.send(raw.head(1, path=b"/t.T/Each"))
+    await asyncio.sleep(0.1)
+    raw.send(raw.data(1, b"one", 0))
+    await asyncio.sleep(0.05)
+    raw.send(raw.data(1, b"two"), wire.frame(wire.WINDOW_UPDATE, 0, 0, ROOM.pack(1 << 20)))
+    raw.send(wire.frame(wire.WINDOW_UPDATE, 0, 1, ROOM.pack(1 << 20)))
+    assert (await raw.answer(1))[1] == {"grpc-status": "0"}
+    assert read == [b"one", b"two"]
+
+
+async def test_messages_that_wait_are_not_decompressed(world: World) -> None:
+    go_on = asyncio.Event()
+    largest = 1 << 20
+
+    async def wait(messages: AsyncIterator[bytes], context: Any) -> bytes:
+        await go_on.wait()
+        return str([len(message) async for message in messages]).encode()
+
+    world.methods.count = wait  # type: ignore[method-assign]
+    world.server._handlers[:] = [world.methods.handlers()]
+    raw = await world.raw()
+    raw.send(raw.head(1, (b"grpc-encoding", b"gzip"), path=b"/t.T/Count"))
+    bomb = gzip.compress(bytes(largest))
+    tracemalloc.start()
+    raw.send(*(raw.data(1, bomb, 0, flag=1) for _ in range(200)))
+    await until(lambda: any(len(call._messages) == 200 for c in world.server._connections for call in c.calls.values()))
+    assert tracemalloc.get_traced_memory()[0] < 20 * largest
+    tracemalloc.stop()
+    go_on.set()
+    raw.send(raw.data(1, gzip.compress(bytes(largest + 1)), flag=1))
+    assert (await raw.answer(1))[1]["grpc-status"] == "8"
+
+
+async def test_a_client_that_says_a_large_length_gets_no_place_for_it(world: World) -> None:
+    world.server.max_message_bytes = 1 << 31
+    raw = await world.raw()
+    tracemalloc.start()
+    for number in range(1, 201, 2):
+        raw.send(raw.head(number), wire.frame(wire.DATA, 0, number, b"\0\x7f\xff\xff\xff."))
+    raw.send(wire.frame(wire.PING, 0, 0, bytes(8)))
+    await raw.until(wire.PING)
+    assert tracemalloc.get_traced_memory()[0] < 100 << 20
+    tracemalloc.stop()
+
+
+async def test_bytes_that_wait_hold_the_client_up(world: World) -> None:
+    async def wait(messages: AsyncIterator[bytes], context: Any) -> bytes:
+        await asyncio.sleep(60)
+        return b""
+
+    world.methods.count = wait  # type: ignore[method-assign]
+    world.server._handlers[:] = [world.methods.handlers()]
+    raw = await world.raw()
+    raw.send(raw.head(1, path=b"/t.T/Count"))
+    raw.send(*[raw.data(1, bytes(1_000_000), 0)] * 4, wire.frame(wire.PING, 0, 0, bytes(8)))
+    granted = 0
+    while (found := await raw.frame())[0] != wire.PING:
+        granted += int.from_bytes(found[3], "big") if found[0] == wire.WINDOW_UPDATE and found[2] == 1 else 0
+    assert granted < 3_000_000

@@ -66,8 +66,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self.loop = asyncio.get_running_loop()
         self._reader = HeadReader()
         # Of a frame that has come in part: its bytes so far, and how many there must be before it is looked at.
-        self._rest = bytearray()
-        self._wanted = 0
+        self._rest, self._wanted = bytearray(), 0
         self.greeted = False
         self._last = 0
         # Of the DATA frame that is being received: bytes to come, its call and whether that ends with it.
