@@ -34,14 +34,12 @@ _REFUSALS = {
 
 
 class Front(Protocol):
-    """What stands before a connection and answers some requests itself.
-
-    Attributes:
-        busy: whether answers are to come from it.
-    """
+    """What stands before a connection and answers some requests itself."""
 
     @property
-    def busy(self) -> bool: ...
+    def busy(self) -> bool:
+        """Whether answers are to come from it."""
+        ...
 
     def shutdown(self) -> bool:
         """The server ends; whether a request is there, after whose answer the front closes the connection."""

@@ -247,3 +247,14 @@ async def test_bytes_that_wait_hold_the_client_up(world: World) -> None:
     while (found := await raw.frame())[0] != wire.PING:
         granted += int.from_bytes(found[3], "big") if found[0] == wire.WINDOW_UPDATE and found[2] == 1 else 0
     assert granted < 3_000_000
+
+
+async def test_too_much_metadata_ends_its_call_and_no_other(world: World) -> None:
+    raw = await world.raw()
+    raw.send(raw.head(1, path=b"/t.T/Slow"), raw.data(1, b"0.3"))
+    raw.send(raw.head(3, (b"large", b"x" * 20_000)), raw.data(3, b"x"))
+    assert (await raw.answer(3))[1]["grpc-status"] == "8"
+    assert (await raw.answer(1))[1] == {"grpc-status": "0"}
+    # A bomb: one byte for each copy of what is in the table.
+    raw.send(wire.frame(wire.HEADERS, 5, 5, b"\x40\x01a\x7f\x81\x1e" + b"y" * 4000 + b"\xbe" * 50_000))
+    assert await raw.gone() == wire.COMPRESSION_ERROR

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 import numpy as np
 
-from tritium.frontends.http2.opening import Opening
+from tritium.frontends.http2.opening import MAX_HEADER_LIST_BYTES, Opening
 from tritium.observability import logs
 
 if TYPE_CHECKING:
@@ -251,7 +251,9 @@ class Call:
     def start(self) -> None:
         """Called when the head has come: a method that takes a stream begins."""
         handler = self.opening.handler
-        if self.opening.http_status != 200:
+        if self.opening.http_status == 431:
+            self.finish(RESOURCE_EXHAUSTED, f"the metadata is larger than {MAX_HEADER_LIST_BYTES} bytes")
+        elif self.opening.http_status != 200:
             self._connection.refuse(self, self.opening.http_status)
         elif handler is None:
             self.finish(UNIMPLEMENTED, "Method not found!")

@@ -13,6 +13,9 @@ from hpack.exceptions import HPACKError
 from tritium.frontends.http2.wire import COMPRESSION_ERROR, WireError
 
 MAX_HEADER_LIST_BYTES = 16 << 10
+# More than that is read all the same, and only its call refused: the others go on. Up to here, as one byte of a
+# block may stand for a whole table.
+_MAX_READ_BYTES = 256 << 10
 _MAX_KEPT = 64
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _CONNECTION = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
@@ -75,6 +78,8 @@ class Opening:
             self.http_status = 405
         elif not content.startswith(b"application/grpc"):
             self.http_status = 415
+        elif sum(len(name) + len(value) + 32 for name, value in headers) > MAX_HEADER_LIST_BYTES:
+            self.http_status = 431
 
 
 def _values(name: str, value: bytes) -> list[tuple[str, str | bytes]]:
@@ -101,7 +106,7 @@ class HeadReader:
     """
 
     def __init__(self) -> None:
-        self._decoder = hpack.Decoder(MAX_HEADER_LIST_BYTES)
+        self._decoder = hpack.Decoder(_MAX_READ_BYTES)
         self._known: dict[bytes, Opening] = {}
 
     def read(self, block: bytes, make: Callable[[Opening], None]) -> Opening:
