@@ -78,8 +78,6 @@ class Opening:
             self.http_status = 405
         elif not content.startswith(b"application/grpc"):
             self.http_status = 415
-        elif sum(len(name) + len(value) + 32 for name, value in headers) > MAX_HEADER_LIST_BYTES:
-            self.http_status = 431
 
 
 def _values(name: str, value: bytes) -> list[tuple[str, str | bytes]]:
@@ -133,6 +131,8 @@ class HeadReader:
             self._known.clear()
         assert table is self._decoder.header_table
         opening = Opening(headers)
+        if sum(len(name) + len(value) + 32 for name, value in headers) > MAX_HEADER_LIST_BYTES:
+            opening.http_status = 431
         make(opening)
         if plain:
             if len(self._known) >= _MAX_KEPT:
