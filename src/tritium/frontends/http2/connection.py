@@ -84,8 +84,8 @@ class Connection(Sender, asyncio.BufferedProtocol):
             wire.SETTINGS: self._settings,
             wire.PING: self._ping,
             wire.WINDOW_UPDATE: self._window_update,
-            wire.PRIORITY: self._ignore,
-            wire.GOAWAY: self._ignore,
+            wire.PRIORITY: wire.check_priority,
+            wire.GOAWAY: wire.check_goaway,
             wire.PUSH_PROMISE: self._promise,
         }
 
@@ -228,7 +228,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
     def _begin_data(self, length: int, flags: int, stream: int) -> None:
         if length > MAX_FRAME:
             raise WireError(wire.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
-        if self._block is not None or not stream or stream > self._last:
+        if self._block is not None or not stream % 2 or stream > self._last:
             raise WireError(wire.PROTOCOL_ERROR, "DATA where there is no call")
         self._call = self.calls.get(stream)
         if self._call is not None and self._call.ended:
@@ -363,9 +363,6 @@ class Connection(Sender, asyncio.BufferedProtocol):
         if self._window > wire.LARGEST_WINDOW:
             raise WireError(wire.FLOW_CONTROL_ERROR, "the window is too large")
         self._pump()
-
-    def _ignore(self, flags: int, stream: int, payload: memoryview) -> None:
-        """Says nothing that a server must do something about."""
 
     def _promise(self, flags: int, stream: int, payload: memoryview) -> None:
         raise WireError(wire.PROTOCOL_ERROR, "a client promises nothing")

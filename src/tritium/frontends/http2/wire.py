@@ -71,6 +71,26 @@ def unpadded(flags: int, payload: memoryview) -> memoryview:
     return payload[1 : len(payload) - payload[0]]
 
 
+def check_priority(flags: int, stream: int, payload: memoryview) -> None:
+    """A PRIORITY frame, which means nothing any more.
+
+    Raises:
+        WireError: it is none.
+    """
+    if not stream or len(payload) != 5:
+        raise WireError(FRAME_SIZE_ERROR if stream else PROTOCOL_ERROR, "PRIORITY")
+
+
+def check_goaway(flags: int, stream: int, payload: memoryview) -> None:
+    """A client's GOAWAY, after which a server has nothing to do: it begins no streams.
+
+    Raises:
+        WireError: it is none.
+    """
+    if stream or len(payload) < 8:
+        raise WireError(PROTOCOL_ERROR if stream else FRAME_SIZE_ERROR, "GOAWAY")
+
+
 def _length(size: int) -> bytes:
     """A string's length as HPACK writes it, in a prefix of seven bits, without Huffman coding."""
     if size < 127:
