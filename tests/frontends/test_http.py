@@ -197,6 +197,38 @@ def test_a_body_cut_short(live: Live) -> None:
     assert wait(lambda: Mirror.running == 0)
 
 
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip", b"identity, chunked", b"xchunked"])
+def test_transfer_codings_that_are_not_known(live: Live, coding: bytes) -> None:
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(ECHO), ECHO)
+    head = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: "
+    answer = raw(live, head + coding + b"\r\n\r\n" + chunks)
+    assert answer.split()[1] in (b"400", b"501") and answer.count(b"HTTP/1.1") == 1
+    if coding == b"gzip, chunked":
+        assert answer.startswith(b"HTTP/1.1 501 ")
+
+
+def test_trailers_are_no_headers_and_have_an_end(live: Live) -> None:
+    head = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = b"%x\r\n%b\r\n0\r\n" % (len(ECHO), ECHO)
+    answer = raw(live, head, chunks + b"X-Request-Id: from-a-trailer\r\n\r\n", pause=0.05)
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"from-a-trailer" not in answer
+    assert b" 200 " not in raw(live, head + chunks, b"X: y\r\n" * 100_000, pause=0.05)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("more", [(), (b"X-Request-Id: long-way",)])
+def test_a_client_that_closes_its_half_gets_its_answers(live: Live, more: tuple[bytes, ...], times: int) -> None:
+    answer = raw(live, post(b"/v2/models/echo/infer", ECHO, *more) * times, half_close=True)
+    finals = [part for part in answer.split(b"HTTP/1.1 ")[1:] if not part.startswith(b"100 ")]
+    assert len(finals) == times and all(part.startswith(b"200 ") for part in finals)
+
+
+@pytest.mark.parametrize("size", [b"\xb2", b"-1", b"9" * 3000, b"1_0", b"\xd9\xa3"])
+def test_a_size_of_the_json_that_is_no_number(live: Live, size: bytes) -> None:
+    answer = raw(live, post(b"/v2/models/echo/infer", ECHO, b"Inference-Header-Content-Length: " + size))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
 async def get(port: int, path: str) -> httpx.Response:
     async with httpx.AsyncClient() as client:
         return await client.get(f"http://127.0.0.1:{port}{path}")

@@ -7,6 +7,7 @@ answers it in kind, and proxies that speak it do not expect chunks.
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -21,11 +22,24 @@ MAX_PIPELINED = 256
 # closing at once would often cost the client the answer.
 MAX_DISCARDED_BYTES = 64 << 20
 
-_REFUSALS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+# Of a client that sends no more: how often we look whether it is there, and ask (in looks).
+_LOOK_S, _ASK_EVERY = 0.05, 20
+
+_REFUSALS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    501: "Not Implemented",
+}
 
 
 class Front(Protocol):
     """What stands before a connection and answers some requests itself."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether answers are to come from it."""
+        ...
 
     def shutdown(self) -> bool:
         """The server ends; whether a request is there, after whose answer the front closes the connection."""
@@ -48,7 +62,7 @@ class Connection(HttpToolsProtocol):
         self._reading_head = True
         self._head_bytes = 0
         self._suspicious = False
-        self._discarded_bytes = 0
+        self._discarded_bytes = self._trailer_bytes = 0
         self._refusal = 400
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -65,6 +79,38 @@ class Connection(HttpToolsProtocol):
         self.front = None
         if self.cycle is not None and self.cycle.response_complete:
             self.cycle = None  # type: ignore[assignment]
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more: it is gone, or has only closed its half and waits for its answers.
+
+        TCP says the same of both. So it is told that we go on (1xx, which clients that want none ignore, RFC 9110
+        section 15.2): from one that is gone, a reset comes back.
+        """
+        if not self.between or not self._busy or (self.scope and self.scope["http_version"] == "1.0"):
+            return False
+        self._look(0)
+        return True
+
+    @property
+    def _busy(self) -> bool:
+        cycle = self.cycle
+        waits = bool(self.pipeline) or (cycle is not None and not cycle.response_complete)
+        return waits or (self.front is not None and self.front.busy)
+
+    def _look(self, times: int) -> None:
+        """Looks after a client that sends no more."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        elif not self._busy:
+            self.transport.close()
+        else:
+            cycle = self.cycle
+            begun = cycle is not None and cycle.response_started and not cycle.response_complete
+            if times % _ASK_EVERY == 0 and not begun:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.loop.call_later(_LOOK_S, self._look, times + 1)
 
     @property
     def quiet(self) -> bool:
@@ -108,13 +154,20 @@ class Connection(HttpToolsProtocol):
         self._spellings: list[bytes] = []
         self.between = False
         self._reading_head = True
-        self._discarded_bytes = 0
+        self._discarded_bytes = self._trailer_bytes = 0
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header; uvicorn keeps its name in lower case only."""
+        if not self._reading_head:
+            # A trailer: nobody here wants any, and one must not pass for a header (RFC 9110, section 6.5.1).
+            self._trailer_bytes += len(name) + len(value) + 4
+            if self._trailer_bytes > MAX_HEAD_BYTES:
+                self.transport.close()
+                raise ValueError("trailers too large")
+            return
         self._spellings.append(name)
         super().on_header(name, value)
 
@@ -127,6 +180,11 @@ class Connection(HttpToolsProtocol):
         if self._suspicious and sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refusal = 431
             raise ValueError("head too large")  # the parser stops, and send_400_response is called
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and codings != [b"chunked"]:
+            # Chunks would be read, and what is in them taken for the body itself (RFC 9112, section 6.1).
+            self._refusal = 501
+            raise ValueError("unknown transfer coding")
         if len(self.pipeline) >= MAX_PIPELINED:
             self.transport.close()
             raise ValueError("too many pipelined requests")

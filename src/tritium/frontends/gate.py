@@ -79,9 +79,14 @@ class Gate(asyncio.BufferedProtocol):
             cancel()
         self._behind.connection_lost(exc)
 
-    def eof_received(self) -> None:
-        """The client sends no more; the transport then closes itself, as behind."""
-        self._behind.eof_received()
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; whether it may still want answers."""
+        return self._head is None and self._behind.eof_received()
+
+    @property
+    def busy(self) -> bool:
+        """Whether answers are to come from here."""
+        return self._running or bool(self._early)
 
     def pause_writing(self) -> None:
         """The client does not read its answers: no further requests of it are looked at."""

@@ -209,6 +209,11 @@ async def test_compressed_messages_that_are_wrong(world: World, content: bytes) 
         (lambda raw: wire.frame_head(1 << 20, wire.PING, 0, 0), wire.FRAME_SIZE_ERROR),
         (lambda raw: raw.head(1) + wire.frame_head(MAX_FRAME + 1, wire.DATA, 0, 1), wire.FRAME_SIZE_ERROR),
         (lambda raw: wire.frame(wire.PING, 0, 0, bytes(8)) * 4, wire.ENHANCE_YOUR_CALM),
+        (lambda raw: raw.head(3) + wire.frame(wire.DATA, 0, 2, b"x"), wire.PROTOCOL_ERROR),
+        (lambda raw: wire.frame(wire.PRIORITY, 0, 0, bytes(5)), wire.PROTOCOL_ERROR),
+        (lambda raw: wire.frame(wire.PRIORITY, 0, 1, bytes(4)), wire.FRAME_SIZE_ERROR),
+        (lambda raw: wire.frame(wire.GOAWAY, 0, 1, bytes(8)), wire.PROTOCOL_ERROR),
+        (lambda raw: wire.frame(wire.GOAWAY, 0, 0, bytes(7)), wire.FRAME_SIZE_ERROR),
         (
             lambda raw: raw.head(1, flags=0) + wire.frame(wire.CONTINUATION, 0, 1, bytes(60_000)) * 2,
             wire.ENHANCE_YOUR_CALM,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 import numpy as np
 
-from tritium.frontends.http2.opening import Opening
+from tritium.frontends.http2.opening import MAX_HEADER_LIST_BYTES, Opening
 from tritium.observability import logs
 
 if TYPE_CHECKING:
@@ -23,12 +23,18 @@ Buffer = bytes | memoryview
 OK = 0
 CANCELLED, UNKNOWN, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 1, 2, 4, 8
 UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 12, 13, 14
-# Messages of a call that wait for its method; beyond them its client is not granted more bytes.
+# Messages of a call that wait for its method, and their bytes; beyond them its client is not granted more bytes.
 _MAX_WAITING = 16
+_MAX_WAITING_BYTES = 1 << 20
 # Bytes of answers that wait for the client before its method must wait.
 _MAX_UNSENT = 64 << 10
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _LARGE = 64 << 10
+# A message gets its whole place when so much of it has come: a client that only says how long it is gets less.
+_FIRST_BYTES = 256 << 10
+# Messages from this size on are decompressed in a thread, so that the event loop goes on; they may be 1000 times
+# as long afterwards.
+_THREAD_BYTES = 4 << 10
 
 
 class Abort(Exception):
@@ -80,11 +86,13 @@ class Call:
         "_connection",
         "_ended",
         "_filled",
+        "_length",
         "_message",
         "_messages",
         "_part",
         "_task",
         "_timer",
+        "_waiting_bytes",
         "begun",
         "number",
         "opening",
@@ -113,8 +121,11 @@ class Call:
         self._filled = 0
         self._compressed = False
         self._ended = ended
-        self._messages: deque[Buffer] = deque()
-        self._changed: asyncio.Future[None] | None = None
+        # Whether it is compressed, and a message.
+        self._messages: deque[tuple[bool, Buffer]] = deque()
+        self._waiting_bytes = self._length = 0
+        # Its method may read and write at the same time, and wait for both.
+        self._changed: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
         self._cancel: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -136,8 +147,15 @@ class Call:
     def put(self, count: int) -> None:
         """So many bytes have been written into ``room``."""
         self._filled += count
-        if self._message is not None and self._filled == len(self._message):
-            self._whole()
+        message = self._message
+        if message is None or self._filled < len(message):
+            return
+        if self._filled == self._length:
+            self._message, self._filled = None, 0
+            self._got(message)
+        else:
+            self._message = np.empty(self._length, np.uint8).data
+            self._message[: self._filled] = message
 
     def take_only(self, payload: memoryview) -> bool:
         """Takes the one message of a call that is a payload as a whole and plain; False when it is anything else."""
@@ -148,7 +166,7 @@ class Call:
             return False
         if int.from_bytes(payload[1:5], "big") != size:
             return False
-        self._messages.append(bytes(payload[5:]))
+        self._messages.append((False, bytes(payload[5:])))
         return True
 
     def feed(self, chunk: memoryview) -> None:
@@ -187,44 +205,35 @@ class Call:
             self._filled = length
             self._got(bytes(chunk[:length]))
         else:
-            self._message, self._filled = np.empty(length, np.uint8).data, 0
-
-    def _whole(self) -> None:
-        message, self._message, self._filled = self._message, None, 0
-        assert message is not None
-        self._got(message)
+            self._length, self._filled = length, 0
+            self._message = np.empty(min(length, _FIRST_BYTES), np.uint8).data
 
     def _got(self, message: Buffer) -> None:
         """A message is whole."""
-        if self._compressed:
-            plain = self._inflate(message)
-            if plain is None:
-                return
-            message = plain
+        if self._compressed and self.opening.coding not in _WINDOWS:
+            text = f"grpc-encoding is '{self.opening.coding[:40]}', expected gzip or deflate"
+            self.finish(UNIMPLEMENTED, text)
+            return
         if self.opening.handler is not None and not self.opening.handler.request_streaming and self._messages:
             self.finish(INTERNAL, "a second message came, expected one")
             return
-        self._messages.append(message)
+        self._messages.append((self._compressed, message))
+        self._waiting_bytes += len(message)
         self._wake()
 
-    def _inflate(self, message: Buffer) -> bytes | None:
-        coding, limit = self.opening.coding, self._connection.service.max_message_bytes
-        if coding not in _WINDOWS:
-            self.finish(UNIMPLEMENTED, f"grpc-encoding is '{coding[:40]}', expected gzip or deflate")
-            return None
-        decoder = zlib.decompressobj(_WINDOWS[coding])
-        try:
-            plain = decoder.decompress(message, limit + 1)
-        except zlib.error:
-            self.finish(INTERNAL, f"a message is not valid {coding} data")
-            return None
-        if len(plain) > limit:
-            self.finish(RESOURCE_EXHAUSTED, f"SERVER: Received message larger than max (over {limit} decompressed)")
-            return None
-        if not decoder.eof:
-            self.finish(INTERNAL, f"a message is not one whole {coding} stream")
-            return None
-        return plain
+    async def _next(self) -> bytes:
+        """The next message, decompressed only now: what waits takes no more memory than its client sent.
+
+        Raises:
+            Abort: it cannot be decompressed.
+        """
+        compressed, message = self._messages.popleft()
+        self._waiting_bytes = max(0, self._waiting_bytes - len(message))
+        self._connection.acknowledge(self)
+        if not compressed:
+            return bytes(message)
+        given = (message, self.opening.coding, self._connection.service.max_message_bytes)
+        return await asyncio.to_thread(_inflate, *given) if len(message) >= _THREAD_BYTES else _inflate(*given)
 
     def end(self) -> None:
         """The client has sent everything."""
@@ -242,7 +251,9 @@ class Call:
     def start(self) -> None:
         """Called when the head has come: a method that takes a stream begins."""
         handler = self.opening.handler
-        if self.opening.http_status != 200:
+        if self.opening.http_status == 431:
+            self.finish(RESOURCE_EXHAUSTED, f"the metadata is larger than {MAX_HEADER_LIST_BYTES} bytes")
+        elif self.opening.http_status != 200:
             self._connection.refuse(self, self.opening.http_status)
         elif handler is None:
             self.finish(UNIMPLEMENTED, "Method not found!")
@@ -255,8 +266,9 @@ class Call:
             self.finish(INTERNAL, "no message came, expected one")
             return
         quick = self.opening.quick
-        if quick is not None:
-            self._cancel = quick(self._messages[0], self)
+        compressed, message = self._messages[0]
+        if quick is not None and not compressed:
+            self._cancel = quick(message, self)
             if self._cancel is not None or self.over:
                 return
         self._task = self._connection.service.spawn(self._run(self.opening.handler))
@@ -278,7 +290,8 @@ class Call:
             else (handler.unary_stream if handler.response_streaming else handler.unary_unary)
         )
         try:
-            found = method(self._taken(take) if handler.request_streaming else take(self._messages[0]), context)
+            asked = self._taken(take) if handler.request_streaming else take(await self._next())
+            found = method(asked, context)
             if hasattr(found, "__aiter__"):
                 async for answer in found:
                     await self.write(give(answer))
@@ -299,9 +312,13 @@ class Call:
         """The messages as they come."""
         while True:
             while self._messages:
-                message = self._messages.popleft()
-                self._connection.acknowledge(self)
-                yield take(bytes(message))
+                try:
+                    message = await self._next()
+                except Abort as error:
+                    # Who reads them may have another use for exceptions.
+                    self.finish(error.status, error.message)
+                    return
+                yield take(message)
             if self._ended:
                 return
             await self._change()
@@ -309,7 +326,7 @@ class Call:
     @property
     def crowded(self) -> bool:
         """Whether its method should take messages before more are let in."""
-        return len(self._messages) >= _MAX_WAITING
+        return len(self._messages) >= _MAX_WAITING or self._waiting_bytes > _MAX_WAITING_BYTES
 
     async def write(self, message: Buffer) -> None:
         """Sends an answer; returns when there is room for the next one."""
@@ -320,12 +337,16 @@ class Call:
             await self._change()
 
     async def _change(self) -> None:
-        self._changed = self._connection.loop.create_future()
-        await self._changed
+        changed = self._connection.loop.create_future()
+        self._changed.append(changed)
+        await changed
 
     def _wake(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
+        if self._changed:
+            waiting, self._changed = self._changed, []
+            for changed in waiting:
+                if not changed.done():
+                    changed.set_result(None)
 
     def sent(self) -> None:
         """Something that waited has been sent."""
@@ -361,3 +382,16 @@ class Call:
             self.unsent_bytes = 0
             self.trailers = None
             self.finish(DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+
+def _inflate(message: Buffer, coding: str, limit: int) -> bytes:
+    decoder = zlib.decompressobj(_WINDOWS[coding])
+    try:
+        plain = decoder.decompress(message, limit + 1)
+    except zlib.error:
+        raise Abort(INTERNAL, f"a message is not valid {coding} data") from None
+    if len(plain) > limit:
+        raise Abort(RESOURCE_EXHAUSTED, f"SERVER: Received message larger than max (over {limit} decompressed)")
+    if not decoder.eof:
+        raise Abort(INTERNAL, f"a message is not one whole {coding} stream")
+    return plain

@@ -19,6 +19,24 @@ _NEVER_MS = (1 << 31) - 1
 _IDLE_PING_S = 7200.0
 _GREETING_S = 20.0
 _MAX_UNREAD_REPLIES = 1000
+# Clients that follow the bandwidth change their window a few times a second.
+_MAX_SETTINGS, _SETTINGS_PER_S = 100, 20.0
+
+
+class _Bucket:
+    """How often something happened, less what is allowed."""
+
+    __slots__ = ("_at", "_level")
+
+    def __init__(self) -> None:
+        self._level, self._at = 0.0, 0.0
+
+    def add(self, per_s: float) -> float:
+        """It happened once more; returns the level, which falls by ``per_s`` each second."""
+        now = time.monotonic()
+        self._level = max(0.0, self._level - (now - self._at) * per_s) + 1
+        self._at = now
+        return self._level
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +95,7 @@ class Care:
         self._strikes = 0
         self._pinged_at = -1e9
         self._replies = 0
-        self._resets, self._reset_at = 0.0, 0.0
+        self._resets, self._settings = _Bucket(), _Bucket()
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def begin(self) -> None:
@@ -99,8 +117,8 @@ class Care:
             self._timers[name] = asyncio.get_running_loop().call_later(delay_s, call)  # type: ignore[arg-type]
 
     def _greeting(self) -> None:
-        if not self.alive:
-            self._connection.give_up(NO_ERROR, "nothing came")
+        if not self._connection.greeted:
+            self._connection.give_up(NO_ERROR, "no greeting came")
 
     def _look(self) -> None:
         """Pings a client that has been silent."""
@@ -162,8 +180,14 @@ class Care:
         Raises:
             WireError: it does so too often.
         """
-        now = time.monotonic()
-        self._resets = max(0.0, self._resets - (now - self._reset_at) * max_streams) + 1
-        self._reset_at = now
-        if self._resets > 2 * max_streams:
+        if self._resets.add(max_streams) > 2 * max_streams:
             raise WireError(ENHANCE_YOUR_CALM, "too many calls were given up")
+
+    def set(self) -> None:
+        """The client sends SETTINGS, each of which costs as much as it has calls.
+
+        Raises:
+            WireError: it does so too often.
+        """
+        if self._settings.add(_SETTINGS_PER_S) > _MAX_SETTINGS:
+            raise WireError(ENHANCE_YOUR_CALM, "too many settings")

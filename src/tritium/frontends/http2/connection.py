@@ -22,6 +22,10 @@ CONNECTION_WINDOW = 64 << 20
 MAX_FRAME = 4 << 20
 # Frames other than DATA, and the header block of a call, have at most so many bytes.
 _MAX_CONTROL = 64 << 10
+# A header block comes in at most so many frames: empty ones would make it endless.
+_MAX_BLOCK_FRAMES = 64
+# After an error, a client has so long to read what is said of it.
+_LINGER_S = 1.0
 
 
 class Service(Protocol):
@@ -61,17 +65,17 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self.service = service
         self.loop = asyncio.get_running_loop()
         self._reader = HeadReader()
-        self._rest = b""
-        self._greeted = False
+        # Of a frame that has come in part: its bytes so far, and how many there must be before it is looked at.
+        self._rest, self._wanted = bytearray(), 0
+        self.greeted = False
         self._last = 0
         # Of the DATA frame that is being received: bytes to come, its call and whether that ends with it.
         self._left = 0
         self._call: Call | None = None
         self._ends = self._direct = False
-        # Of a header block that goes on in the next frame: its stream, its flags and what there is of it.
-        self._block: tuple[int, int, bytes] | None = None
+        # Of a header block that goes on in the next frame: its stream, its flags, what there is of it, and frames.
+        self._block: tuple[int, int, bytes, int] | None = None
         self._unacknowledged = 0
-        self._initial_window = 65535
         self._care = Care(self, service.limits)
         self._kinds: dict[int, Callable[[int, int, memoryview], None]] = {
             wire.HEADERS: self._headers,
@@ -80,8 +84,8 @@ class Connection(Sender, asyncio.BufferedProtocol):
             wire.SETTINGS: self._settings,
             wire.PING: self._ping,
             wire.WINDOW_UPDATE: self._window_update,
-            wire.PRIORITY: self._ignore,
-            wire.GOAWAY: self._ignore,
+            wire.PRIORITY: wire.check_priority,
+            wire.GOAWAY: wire.check_goaway,
             wire.PUSH_PROMISE: self._promise,
         }
 
@@ -119,6 +123,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """It reads again."""
         self._blocked = False
+        self._unread_bytes = 0
         self._pump()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -143,10 +148,15 @@ class Connection(Sender, asyncio.BufferedProtocol):
                 return
             data: memoryview = _VIEW[:nbytes]
             if self._rest:
-                data, self._rest = memoryview(self._rest + data), b""
+                # Not put together anew for every byte of a slow client.
+                self._rest += data
+                if len(self._rest) < self._wanted:
+                    return
+                data, self._rest = memoryview(self._rest), bytearray()
+            self._wanted = 0
             at = self._consume(data)
             if at < len(data):
-                self._rest = bytes(data[at:])
+                self._rest = bytearray(data[at:])
         except WireError as error:
             self.give_up(error.code, str(error))
 
@@ -155,13 +165,13 @@ class Connection(Sender, asyncio.BufferedProtocol):
     def _consume(self, data: memoryview) -> int:
         """Takes frames out of what has come; returns how far it came."""
         at, end = 0, len(data)
-        if not self._greeted:
+        if not self.greeted:
             if bytes(data[:24]) != wire.PREFACE[: min(end, 24)]:
                 self._transport.close()
                 return end
             if end < 24:
                 return 0
-            self._greeted = True
+            self.greeted = True
             at = 24
         while not self._transport.is_closing():
             if self._left:
@@ -185,6 +195,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
             if length > (MAX_FRAME if kind == wire.DATA else _MAX_CONTROL):
                 raise WireError(wire.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
             if end - at < 9 + length:
+                self._wanted = 9 + length
                 break
             self._frame(kind, flags, stream & 0x7FFFFFFF, data[at + 9 : at + 9 + length])
             at += 9 + length
@@ -217,7 +228,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
     def _begin_data(self, length: int, flags: int, stream: int) -> None:
         if length > MAX_FRAME:
             raise WireError(wire.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
-        if self._block is not None or not stream or stream > self._last:
+        if self._block is not None or not stream % 2 or stream > self._last:
             raise WireError(wire.PROTOCOL_ERROR, "DATA where there is no call")
         self._call = self.calls.get(stream)
         if self._call is not None and self._call.ended:
@@ -269,16 +280,16 @@ class Connection(Sender, asyncio.BufferedProtocol):
         if flags & wire.END_HEADERS:
             self._opened(stream, flags, bytes(payload))
         else:
-            self._block = (stream, flags, bytes(payload))
+            self._block = (stream, flags, bytes(payload), 1)
 
     def _continuation(self, flags: int, stream: int, payload: memoryview) -> None:
         if self._block is None:
             raise WireError(wire.PROTOCOL_ERROR, "CONTINUATION of nothing")
-        _, first, block = self._block
+        _, first, block, frames = self._block
         block += payload
-        if len(block) > _MAX_CONTROL:
+        if len(block) > _MAX_CONTROL or frames >= _MAX_BLOCK_FRAMES:
             raise WireError(wire.ENHANCE_YOUR_CALM, "a header block without end")
-        self._block = (stream, first, block)
+        self._block = (stream, first, block, frames + 1)
         if flags & wire.END_HEADERS:
             self._block = None
             self._opened(stream, first, block)
@@ -322,22 +333,11 @@ class Connection(Sender, asyncio.BufferedProtocol):
             raise WireError(wire.PROTOCOL_ERROR if stream else wire.FRAME_SIZE_ERROR, "SETTINGS")
         if flags & wire.ACK:
             return
-        for key, value in struct.iter_unpack(">HI", payload):
-            if key == wire.INITIAL_WINDOW_SIZE:
-                if value > wire.LARGEST_WINDOW:
-                    raise WireError(wire.FLOW_CONTROL_ERROR, f"a window of {value}")
-                for call in self.calls.values():
-                    call.window += value - self._initial_window
-                self._initial_window = value
-            elif key == wire.MAX_FRAME_SIZE:
-                if not 16384 <= value < 1 << 24:
-                    raise WireError(wire.PROTOCOL_ERROR, f"frames of {value}")
-                self._max_frame = value
-            elif key == wire.HEADER_TABLE_SIZE:
-                self._writer.resize(value)
         self._care.control(self._blocked)
+        self._care.set()
+        # First the reply: what is sent behind it follows the new rules.
         self.write(frame(wire.SETTINGS, wire.ACK, 0))
-        self._pump()
+        self._take_settings(dict(struct.iter_unpack(">HI", payload)))
 
     def _ping(self, flags: int, stream: int, payload: memoryview) -> None:
         if stream or len(payload) != 8:
@@ -354,18 +354,15 @@ class Connection(Sender, asyncio.BufferedProtocol):
         more = int.from_bytes(payload, "big") & wire.LARGEST_WINDOW
         if not more or stream > self._last:
             raise WireError(wire.PROTOCOL_ERROR, "WINDOW_UPDATE of nothing")
-        if stream == 0:
-            self._window += more
-        elif (call := self.calls.get(stream)) is not None:
-            call.window += more
-            if call.window > wire.LARGEST_WINDOW:
-                raise WireError(wire.FLOW_CONTROL_ERROR, "a window is too large")
+        if stream:
+            call = self.calls.get(stream)
+            if call is not None:
+                self._widen(call, more)
+            return
+        self._window += more
         if self._window > wire.LARGEST_WINDOW:
             raise WireError(wire.FLOW_CONTROL_ERROR, "the window is too large")
         self._pump()
-
-    def _ignore(self, flags: int, stream: int, payload: memoryview) -> None:
-        """Says nothing that a server must do something about."""
 
     def _promise(self, flags: int, stream: int, payload: memoryview) -> None:
         raise WireError(wire.PROTOCOL_ERROR, "a client promises nothing")
@@ -386,7 +383,12 @@ class Connection(Sender, asyncio.BufferedProtocol):
     def give_up(self, code: int, why: str) -> None:
         """Ends the connection, its calls too, and tells the client why."""
         self.write(frame(wire.GOAWAY, 0, 0, struct.pack(">II", self._last, code) + why.encode()))
+        for call in list(self.calls.values()):
+            call.close()
+        self.calls.clear()
         self._transport.close()
+        # That waits until the client has read everything, which one that is gone, or hostile, never does.
+        self.loop.call_later(_LINGER_S, self._transport.abort)
 
     def cancel_calls(self) -> None:
         """Ends every call that is left."""

@@ -13,6 +13,9 @@ from hpack.exceptions import HPACKError
 from tritium.frontends.http2.wire import COMPRESSION_ERROR, WireError
 
 MAX_HEADER_LIST_BYTES = 16 << 10
+# More than that is read all the same, and only its call refused: the others go on. Up to here, as one byte of a
+# block may stand for a whole table.
+_MAX_READ_BYTES = 256 << 10
 _MAX_KEPT = 64
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _CONNECTION = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
@@ -101,7 +104,7 @@ class HeadReader:
     """
 
     def __init__(self) -> None:
-        self._decoder = hpack.Decoder(MAX_HEADER_LIST_BYTES)
+        self._decoder = hpack.Decoder(_MAX_READ_BYTES)
         self._known: dict[bytes, Opening] = {}
 
     def read(self, block: bytes, make: Callable[[Opening], None]) -> Opening:
@@ -128,6 +131,8 @@ class HeadReader:
             self._known.clear()
         assert table is self._decoder.header_table
         opening = Opening(headers)
+        if sum(len(name) + len(value) + 32 for name, value in headers) > MAX_HEADER_LIST_BYTES:
+            opening.http_status = 431
         make(opening)
         if plain:
             if len(self._known) >= _MAX_KEPT:

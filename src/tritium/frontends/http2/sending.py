@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import struct
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 from tritium.frontends.http2 import wire
 from tritium.frontends.http2.call import OK, Buffer, Call
 from tritium.frontends.http2.care import Care
-from tritium.frontends.http2.wire import frame, frame_head
+from tritium.frontends.http2.wire import FLOW_CONTROL_ERROR, WireError, frame, frame_head
 
 # Data goes out in pieces of at most so many bytes, so that calls take turns.
 _PIECE = 1 << 20
 # Answers above this are not joined into one piece before they are sent.
 _JOIN_BYTES = 16 << 10
+# What is sent whether the client reads or not (statuses, replies) is kept for one that does not up to so many bytes:
+# more than the statuses of all its calls at a time.
+_MAX_UNREAD_BYTES = 8 << 20
 
 
 class Sender:
@@ -33,13 +37,25 @@ class Sender:
         self._window = 65535
         self._max_frame = 16384
         self._blocked = self._leaving = False
-        # Calls with something to send for which the client has had no room.
-        self._stalled: dict[int, Call] = {}
+        self._initial_window = 65535
+        self._unread_bytes = 0
+        # Calls with something to send that have room of their own, and wait for that of the connection.
+        self._stalled: OrderedDict[int, Call] = OrderedDict()
 
     def write(self, data: bytes) -> None:
         """Sends bytes."""
         if not self._transport.is_closing():
             self._transport.write(data)
+            self._unread(len(data))
+
+    def _unread(self, count: int) -> None:
+        """So many bytes were sent; a client that does not read ends when there are too many of them."""
+        if self._blocked:
+            self._unread_bytes += count
+            if self._unread_bytes > _MAX_UNREAD_BYTES:
+                self._transport.abort()
+        else:
+            self._unread_bytes = 0
 
     def respond(self, call: Call, parts: Sequence[Buffer]) -> None:
         """The only answer of a call, in parts, and its end; at once where the client has room for it."""
@@ -77,12 +93,45 @@ class Sender:
         self._end(call)
 
     def _pump(self) -> None:
-        """There is room again."""
-        if self._stalled:
-            stalled, self._stalled = self._stalled, {}
-            for call in stalled.values():
-                if not call.over:
-                    self._flush(call)
+        """The connection has room again."""
+        while self._stalled and self._window > 0 and not self._blocked:
+            call = self._stalled.popitem(last=False)[1]
+            if not call.over:
+                self._flush(call)
+
+    def _take_settings(self, values: dict[int, int]) -> None:
+        """What the client wants of what is sent to it; of a setting that is given twice, the later value.
+
+        Raises:
+            WireError: a value is not allowed.
+        """
+        window = values.get(wire.INITIAL_WINDOW_SIZE, self._initial_window)
+        size = values.get(wire.MAX_FRAME_SIZE, self._max_frame)
+        if window > wire.LARGEST_WINDOW:
+            raise WireError(FLOW_CONTROL_ERROR, f"a window of {window}")
+        if not 16384 <= size < 1 << 24:
+            raise WireError(wire.PROTOCOL_ERROR, f"frames of {size}")
+        if values.get(wire.ENABLE_PUSH, 0) > 1:
+            raise WireError(wire.PROTOCOL_ERROR, "ENABLE_PUSH")
+        self._max_frame = size
+        if wire.HEADER_TABLE_SIZE in values:
+            self._writer.resize(values[wire.HEADER_TABLE_SIZE])
+        more, self._initial_window = window - self._initial_window, window
+        if more:
+            for call in list(self.calls.values()):
+                self._widen(call, more)
+
+    def _widen(self, call: Call, more: int) -> None:
+        """The client takes more bytes (or less) on a call.
+
+        Raises:
+            WireError: more than a window can be.
+        """
+        call.window += more
+        if call.window > wire.LARGEST_WINDOW:
+            raise WireError(FLOW_CONTROL_ERROR, "a window is too large")
+        if call.unsent and call.window > 0:
+            self._flush(call)
 
     def _flush(self, call: Call) -> None:
         """Sends what the client has room for."""
@@ -104,10 +153,11 @@ class Sender:
         if out and not self._transport.is_closing():
             self._care.sent()
             self._transport.writelines(out)
+            self._unread(sum(map(len, out)))
         if call.trailers is not None and not call.unsent:
             self._end(call)
             return
-        if call.unsent:
+        if call.unsent and call.window > 0:
             self._stalled[call.number] = call
         call.sent()
 

@@ -28,6 +28,9 @@ LARGEST_WINDOW = (1 << 31) - 1
 _FRONT = struct.Struct(">HBBBI3sHBBBIBI")
 _BACK = struct.Struct(">HBBBIc")
 
+# A status message has at most so many bytes when it is escaped: clients refuse metadata of 8 KiB and more.
+MAX_STATUS_BYTES = 6 << 10
+
 _CONTENT = (b"content-type", b"application/grpc")
 _ACCEPT = (b"grpc-accept-encoding", b"identity, deflate, gzip")
 
@@ -68,6 +71,26 @@ def unpadded(flags: int, payload: memoryview) -> memoryview:
     return payload[1 : len(payload) - payload[0]]
 
 
+def check_priority(flags: int, stream: int, payload: memoryview) -> None:
+    """A PRIORITY frame, which means nothing any more.
+
+    Raises:
+        WireError: it is none.
+    """
+    if not stream or len(payload) != 5:
+        raise WireError(FRAME_SIZE_ERROR if stream else PROTOCOL_ERROR, "PRIORITY")
+
+
+def check_goaway(flags: int, stream: int, payload: memoryview) -> None:
+    """A client's GOAWAY, after which a server has nothing to do: it begins no streams.
+
+    Raises:
+        WireError: it is none.
+    """
+    if stream or len(payload) < 8:
+        raise WireError(PROTOCOL_ERROR if stream else FRAME_SIZE_ERROR, "GOAWAY")
+
+
 def _length(size: int) -> bytes:
     """A string's length as HPACK writes it, in a prefix of seven bits, without Huffman coding."""
     if size < 127:
@@ -101,7 +124,7 @@ class HeadWriter:
         """The client said how large the table may be."""
         if size < 4096:
             # The table must be emptied where the next block begins.
-            self._indexed, self._front = False, b"\x20"
+            self._indexed, self._known, self._front = False, 0, b"\x20"
 
     def _take_front(self) -> bytes:
         front, self._front = self._front, b""
@@ -159,7 +182,19 @@ class HeadWriter:
 
 
 def escaped(message: str) -> bytes:
-    """A status message: all but printable ASCII, and the percent sign, as %XX."""
+    """A status message: all but printable ASCII, and the percent sign, as %XX; cut where it is too long."""
+    kept = message[: MAX_STATUS_BYTES + 1]
+    out = _escape(kept)
+    if len(out) <= MAX_STATUS_BYTES:
+        return out
+    room = MAX_STATUS_BYTES - 3
+    while len(out) > room:
+        kept = kept[: len(kept) * room // len(out)]
+        out = _escape(kept)
+    return out + b"..."
+
+
+def _escape(message: str) -> bytes:
     if message.isascii() and message.isprintable() and "%" not in message:
         return message.encode()
     raw = message.encode("utf-8", "replace")

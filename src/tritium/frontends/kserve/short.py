@@ -172,7 +172,7 @@ class ShortInfer:
             return None
         config = model.config
         form = None
-        size = int(json_size) if json_size is not None and json_size.isdigit() else 0
+        size = int(json_size) if json_size is not None and _LENGTH(json_size.encode("latin-1")) else 0
         if 0 < size <= min(len(body), MAX_JSON_BYTES):
             key = (name, version, len(body), bytes(body[:size]))
             form = self._forms.get(key)
