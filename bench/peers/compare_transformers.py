@@ -89,7 +89,9 @@ class Transformers:
         result = {"wall_s": wall, "output_tokens_per_s": sum(i.output_len for i in items) / wall}
         if clock is not None:  # the first call of put is the prompt
             first, last = clock.times[1], clock.times[-1]
-            result |= {"ttft_ms": 1e3 * (first - begun), "decode_tokens_per_s": (len(clock.times) - 2) / (last - first)}
+            result["ttft_ms"] = 1e3 * (first - begun)
+            if last > first:  # B has one token
+                result["decode_tokens_per_s"] = (len(clock.times) - 2) / (last - first)
         return result
 
 
@@ -100,7 +102,9 @@ def figures(samples: list[Sample], wall: float) -> dict[str, float]:
     if len(samples) == 1:
         times = samples[0].token_times_s
         rest = times[-1][0] - times[0][0]
-        result |= {"ttft_ms": 1e3 * times[0][0], "decode_tokens_per_s": (samples[0].output_tokens - 1) / rest}
+        result["ttft_ms"] = 1e3 * times[0][0]
+        if rest > 0:
+            result["decode_tokens_per_s"] = (samples[0].output_tokens - 1) / rest
     return result
 
 

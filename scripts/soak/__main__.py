@@ -35,9 +35,9 @@ from tritium.llm.names import find_model
 
 WORKERS = 32
 # Growth after the warm-up that counts as a leak: allocators keep a little, a leak grows with the requests.
-ALLOWED_GROWTH_BYTES = 96 << 20
-KV_CACHE_BYTES = 64 << 20
-START_LIMIT_S = 300.0
+ALLOWED_GROWTH_BYTES = 64 << 20
+KV_CACHE_BYTES = 16 << 20
+START_LIMIT_S = 180.0
 REQUEST_LIMIT_S = 120.0
 
 

@@ -28,9 +28,6 @@ from tests.backends.runtime_models import (
 from tritium.errors import Code, TritiumError
 from tritium.types import SequenceRef
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnx")
-
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 PLACEMENTS = ("thread", "process")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from tests.backends.runtime_models import config, infer, io, linear, load_error, parameter, serving, write_linear
@@ -14,9 +15,6 @@ from tritium.backends.base import InstanceContext
 from tritium.backends.onnxruntime import LEVELS, PACKAGES, OnnxRuntimeBackend
 from tritium.backends.options import Options
 from tritium.errors import TritiumError
-
-ort = pytest.importorskip("onnxruntime")
-pytest.importorskip("onnx")
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 

@@ -26,9 +26,6 @@ from tests.backends.runtime_models import (
 )
 from tritium.errors import TritiumError
 
-pytest.importorskip("openvino")
-pytest.importorskip("onnx")
-
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 

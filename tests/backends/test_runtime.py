@@ -149,8 +149,6 @@ async def test_a_missing_package(
 
 
 async def test_an_ensemble_of_two_runtimes(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
     write_linear(tmp_path / "linear" / "1" / "model.onnx")
     write_script(tmp_path / "twice" / "1" / "model.pt", Twice())
     batch = "max_batch_size: 4"
@@ -177,8 +175,6 @@ async def test_an_ensemble_of_two_runtimes(tmp_path: Path) -> None:
 
 async def test_ragged_requests(tmp_path: Path) -> None:
     """Requests of different lengths lie one behind the other; each gets back as much as it gave."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
     write_onnx(
         tmp_path / "m" / "1" / "model.onnx",
         [("Neg", ["X"], ["Y"]), ("Identity", ["SIZES"], ["Z"])],
@@ -203,8 +199,6 @@ async def test_ragged_requests(tmp_path: Path) -> None:
 
 
 async def test_warm_up_and_the_settings_of_the_backend(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
     write_linear(tmp_path / "m" / "1" / "model.onnx")
     config(
         tmp_path / "m",

@@ -19,9 +19,6 @@ from tests.backends.runtime_models import config, io, linear, write_linear, writ
 from tests.backends.test_pytorch import Pair
 from tests.e2e.live import LiveServer
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnx")
-
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 SEQUENCE = f"""
 backend: "onnxruntime" max_batch_size: 4 input {io("X", "INT32", "1")} output {io("Y", "INT32", "1")}
@@ -139,7 +136,6 @@ def test_errors_leave_the_server_running(client: Any) -> None:
 
 
 def test_load_with_a_file_in_the_request_and_unload(client: Any, tmp_path: Path) -> None:
-    pytest.importorskip("openvino")
     client.load_model("vino")
     assert np.allclose(ask(client, "vino", X=X).as_numpy("Y"), linear(X))
     client.unload_model("vino")

@@ -120,7 +120,7 @@ def test_soak(tiny_checkpoint: Path) -> None:
     command = [sys.executable, "-m", "scripts.soak", "--seconds", "20", "--model", str(tiny_checkpoint)]
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [*command, "--dtype=float32"], capture_output=True, text=True, timeout=600, check=False, cwd=root
+        [*command, "--dtype=float32"], capture_output=True, text=True, timeout=300, check=False, cwd=root
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.startswith("soak ok:")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -112,9 +112,9 @@ class Care:
             timer.cancel()
         self._timers.clear()
 
-    def _later(self, name: str, delay_s: float | None, call: object) -> None:
+    def _later(self, name: str, delay_s: float | None, call: Callable[[], None]) -> None:
         if delay_s is not None:
-            self._timers[name] = asyncio.get_running_loop().call_later(delay_s, call)  # type: ignore[arg-type]
+            self._timers[name] = asyncio.get_running_loop().call_later(delay_s, call)
 
     def _greeting(self) -> None:
         if not self._connection.greeted:

@@ -7,7 +7,7 @@ that of the protobuf encoding (protobuf.dev/programming-guides/encoding).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from tritium.types import DType, InferRequest, InferResponse, Parameter, Request
 _SPLIT_BYTES = 32 << 10
 _MAX_RANK = 1024
 
-_RAW_INPUT = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
+_RAW_INPUT_TAG = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2
 _RAW_OUTPUT = pb.ModelInferResponse.DESCRIPTOR.fields_by_name["raw_output_contents"].number
 _INFER_RESPONSE = pb.ModelStreamInferResponse.DESCRIPTOR.fields_by_name["infer_response"].number
 
@@ -88,57 +88,58 @@ def parse(message: bytes) -> Message:
 def _split(message: bytes) -> tuple[bytes, list[memoryview]] | None:
     """The message without its raw tensors, and those as views; None when protobuf itself must say what is wrong."""
     view = memoryview(message)
-    end = len(message)
     parts: list[memoryview] = []
     raw: list[memoryview] = []
-    at = kept = 0
+    kept = 0
     try:
-        while at < end:
-            begin = at
-            tag, at = _varint(message, at)
-            kind = tag & 7
-            if kind == 2:
-                size, at = _varint(message, at)
-                at += size
-                if tag >> 3 == _RAW_INPUT and at <= end:
-                    raw.append(view[at - size : at])
-                    parts.append(view[kept:begin])
-                    kept = at
-            elif kind == 0:
-                _, at = _varint(message, at)
-            elif kind in (1, 5):
-                at += 8 if kind == 1 else 4
-            else:
-                return None
+        for tag, begin, start, end in _fields(message):
+            if tag == _RAW_INPUT_TAG:
+                raw.append(view[start:end])
+                parts.append(view[kept:begin])
+                kept = end
     except IndexError:
         return None
     parts.append(view[kept:])
-    return (b"".join(parts), raw) if at == end else None
+    return b"".join(parts), raw
 
 
 def raw_inputs(message: memoryview) -> list[tuple[int, int, int]] | None:
     """Where raw tensors lie in a sound message that ends with them: tag, begin and end of each; else None."""
     found: list[tuple[int, int, int]] = []
-    at, end = 0, len(message)
     try:
-        while at < end:
-            tag_at = at
-            tag, at = _varint(message, at)
-            kind = tag & 7
-            if kind == 2:
-                size, at = _varint(message, at)
-                if tag >> 3 == _RAW_INPUT:
-                    found.append((tag_at, at, at + size))
-                elif found:
-                    return None
-                at += size
-            elif found or kind not in (0, 1, 5):
+        for tag, begin, start, end in _fields(message):
+            if tag == _RAW_INPUT_TAG:
+                found.append((begin, start, end))
+            elif found:
                 return None
-            else:
-                at = _varint(message, at)[1] if kind == 0 else at + (8 if kind == 1 else 4)
     except IndexError:
         return None
-    return found if at == end else None
+    return found
+
+
+def _fields(message: bytes | memoryview) -> Iterator[tuple[int, int, int, int]]:
+    """Tag of each field, where it begins, and where what it holds begins and ends (protobuf.dev, "Encoding").
+
+    Raises:
+        IndexError: the message ends in the middle of one, or has groups.
+    """
+    at, size = 0, len(message)
+    while at < size:
+        begin = at
+        tag, at = _varint(message, at)
+        kind, start = tag & 7, at
+        if kind == 2:
+            length, start = _varint(message, at)
+            at = start + length
+        elif kind == 0:
+            at = _varint(message, at)[1]
+        elif kind in (1, 5):
+            at += 8 if kind == 1 else 4
+        else:
+            raise IndexError
+        if at > size:
+            raise IndexError
+        yield tag, begin, start, at
 
 
 def _varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
